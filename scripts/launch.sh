@@ -72,7 +72,7 @@ case ${1:-} in
     shift
     ;;
   -* | '') ;;
-  *) fail "the precision $1 is none of bf16, te, fp8" ;;
+  *) fail "the precision $1 is not one of bf16, te, fp8" ;;
 esac
 
 configs=()

@@ -39,7 +39,7 @@ def initialize(
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     if opt_level not in opt_levels:
-        raise ValueError(f"opt_level({opt_level!r}) is none of {', '.join(opt_levels)}")
+        raise ValueError(f"opt_level({opt_level!r}) is not one of {', '.join(opt_levels)}")
     if use_te:
         check_has_te(model)
     _leave_gradients_unscaled(sys._getframe(1))

@@ -114,7 +114,7 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
         return None
     level = asked.get("opt_level", "O1")
     if level not in _LEVELS:
-        raise DeepSpeedConfigError(f'"msamp": opt_level({level!r}) is none of {", ".join(_LEVELS)}')
+        raise DeepSpeedConfigError(f'"msamp": opt_level({level!r}) is not one of {", ".join(_LEVELS)}')
     zero = dict(config.get("zero_optimization", {}))
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
@@ -142,7 +142,7 @@ def _configured_optimizer(config: Mapping[str, Any], params: Any) -> torch.optim
     section = config.get("optimizer", {})
     kind, options = section.get("type"), dict(section.get("params", {}))
     if kind not in _OPTIMIZERS:
-        raise DeepSpeedConfigError(f'"optimizer": type({kind!r}) is none of {", ".join(_OPTIMIZERS)}')
+        raise DeepSpeedConfigError(f'"optimizer": type({kind!r}) is not one of {", ".join(_OPTIMIZERS)}')
     options.pop("torch_adam", None)
     decoupled = options.pop("adam_w_mode", True) or kind == "AdamW"
     if "betas" in options:

@@ -110,9 +110,9 @@ def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: i
         UserError: one has a value that it cannot have.
     """
     if opt_level not in LEVEL_NAMES:
-        raise UserError(f"opt_level({opt_level!r}) is none of {', '.join(LEVEL_NAMES)}")
+        raise UserError(f"opt_level({opt_level!r}) is not one of {', '.join(LEVEL_NAMES)}")
     if filter is not None and not callable(filter):
-        raise UserError(f"filter({filter!r}) is no function: give one of (name, layer), such as a lambda")
+        raise UserError(f"filter({filter!r}) is not a function: give one of (name, layer), such as a lambda")
     if gradient_accumulation_steps is not None and gradient_accumulation_steps < 1:
         raise UserError(f"gradient_accumulation_steps({gradient_accumulation_steps}) is less than 1: leave it out")
 

@@ -111,7 +111,7 @@ def build_recipe(recipe: Recipe | RecipeName) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if recipe not in get_args(RecipeName):
-        raise ValueError(f"recipe({recipe!r}) is none of {', '.join(get_args(RecipeName))}")
+        raise ValueError(f"recipe({recipe!r}) is not one of {', '.join(get_args(RecipeName))}")
     history = AmaxHistory(16, "max", power_of_two=False) if recipe == "delayed" else None
     return Recipe(recipe, False, history)
 

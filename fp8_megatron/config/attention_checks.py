@@ -17,7 +17,10 @@ def attention_problems(config: Config) -> Iterator[str]:
     yield from _window_problems(config)
     name = ("sft" if config.data.sft else "reset_attention_mask") if config.data.keeps_documents_apart else None
     if name is not None and config.precision.precision == "te":
-        yield f"{name}: Transformer Engine's attention reads no documents; drop it, or choose --precision fp8 or bf16"
+        yield (
+            f"{name}: Transformer Engine's attention cannot keep documents apart; drop it, or choose --precision "
+            f"fp8 or bf16"
+        )
     if model.window_size is not None:
         name = f"window_size({model.window_size})"
     if name is None or config.precision.precision == "te":

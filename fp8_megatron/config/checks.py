@@ -232,7 +232,7 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
     if training.loss_chunk_size is not None:
         yield f"{name} does not record the backward inside loss_chunk_size({training.loss_chunk_size}); drop one"
     if config.precision.release_gradients:
-        yield f"{name} would repeat one step's learning rate, by which release_gradients updates weights; drop one"
+        yield f"{name} would repeat the recorded learning rate in the updates of release_gradients; drop one"
     if config.precision.precision == "te":
         yield f"{name} cannot record Transformer Engine's layers, whose scales move in Python; drop it, or choose fp8"
 
@@ -347,9 +347,9 @@ def _check_vocabulary(config: Config) -> Iterator[str]:
     if config.head_rows % FP8_GEMM_MULTIPLE:
         size = "the tokenizer's vocabulary" if model.vocab_size is None else f"vocab_size({model.vocab_size})"
         yield (
-            f"fp8_lm_head: {size} padded by make_vocab_size_divisible_by({divisor}) is not sure to leave each of "
-            f"tensor_model_parallel_size({tp}) ranks a multiple of {FP8_GEMM_MULTIPLE} rows; choose a "
-            f"make_vocab_size_divisible_by that is one ({_multiple_near(divisor, FP8_GEMM_MULTIPLE)})"
+            f"fp8_lm_head: {size} padded by make_vocab_size_divisible_by({divisor}) does not guarantee each of "
+            f"tensor_model_parallel_size({tp}) ranks a multiple of {FP8_GEMM_MULTIPLE} rows; choose "
+            f"make_vocab_size_divisible_by = {_multiple_near(divisor, FP8_GEMM_MULTIPLE)}"
         )
 
 

@@ -33,7 +33,7 @@ def context_problems(config: Config) -> Iterator[str]:
     else:
         yield from _block_problems(config)
     if model.attention_dropout > 0:
-        yield f"{name} has no dropout in attention; give --attention-dropout 0, not {model.attention_dropout}"
+        yield f"{name} does not support attention dropout; give --attention-dropout 0, not {model.attention_dropout}"
 
 
 def _head_problems(config: Config) -> Iterator[str]:
@@ -56,11 +56,11 @@ def _block_problems(config: Config) -> Iterator[str]:
     model = config.model
     for setting in ("reset_attention_mask", "sft"):
         if getattr(config.data, setting):
-            yield f"{name} has no documents in attention; drop {setting}, or choose cp_comm_type a2a"
+            yield f"{name} cannot keep documents apart in attention; drop {setting}, or choose cp_comm_type a2a"
     if config.precision.fp8_dot_product_attention:
         yield f"{name} runs attention in 16 bits; drop fp8_dot_product_attention, or choose cp_comm_type a2a"
     if model.window_size is not None:
-        yield f"{name} has no windows; drop window_size({model.window_size}), or choose cp_comm_type a2a"
+        yield f"{name} does not support windows; drop window_size({model.window_size}), or choose cp_comm_type a2a"
     width = model.head_dim
     if width % _WIDTH_MULTIPLE or width > _MAX_WIDTH:
         yield (

@@ -219,7 +219,7 @@ def _with_files(paths: Sequence[str], base: Config | None) -> tuple[Config, set[
 
 
 def _world_size(words: tuple[str, ...] | None) -> int | None:
-    """The ranks that --world-size names. Raises `ConfigError` for what is no number of ranks."""
+    """The ranks that --world-size names. Raises `ConfigError` for what is not a number of ranks."""
     if words is None:
         return None
     try:
@@ -227,7 +227,7 @@ def _world_size(words: tuple[str, ...] | None) -> int | None:
     except ValueError:
         size = 0
     if not 1 <= size <= MAX_RANKS:
-        raise ConfigError(f"--world-size {shortened(words[0])!r} is no number of ranks; give 1 to {MAX_RANKS}")
+        raise ConfigError(f"--world-size {shortened(words[0])!r} is not a number of ranks; give 1 to {MAX_RANKS}")
     return size
 
 

@@ -85,7 +85,7 @@ def recompute_problem(config: Config) -> str | None:
     if uncut is None:
         return None
     return (
-        f"recompute_method(uniform) with recompute_num_layers({count}) does not cut the {uncut} layers of a {stage} "
+        f"recompute_method(uniform) with recompute_num_layers({count}) does not divide the {uncut} layers of a {stage} "
         f"into equal parts; choose a divisor of {uncut}, or recompute_method block"
     )
 

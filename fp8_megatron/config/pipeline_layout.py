@@ -148,7 +148,7 @@ def _counts_of_numbers(parallel: ParallelConfig, num_layers: int) -> list[int]:
     if per_virtual is not None:
         if stages[0] % per_virtual or stages[0] == per_virtual:
             raise ValueError(
-                f"{name} does not cut {_counted(parallel, num_layers)} / pipeline_model_parallel_size({pp}) = "
+                f"{name} does not divide {_counted(parallel, num_layers)} / pipeline_model_parallel_size({pp}) = "
                 f"{stages[0]} layers of a stage into two or more equal parts; choose a smaller divisor of {stages[0]}"
             )
         virtual = stages[0] // per_virtual
@@ -156,7 +156,7 @@ def _counts_of_numbers(parallel: ParallelConfig, num_layers: int) -> list[int]:
     stage = next((stage for stage, size in enumerate(stages) if size % virtual), None)
     if stage is not None:
         raise ValueError(
-            f"{name} does not cut the {stages[stage]} layers of stage {stage} into equal parts; choose a divisor of "
+            f"{name} does not divide the {stages[stage]} layers of stage {stage} into equal parts; choose a divisor of "
             f"{stages[stage]}"
         )
     counts = [size // virtual for _ in range(virtual) for size in stages]

@@ -22,7 +22,7 @@ def precision_problems(config: Config, *, on_this_machine: bool = True) -> Itera
     if config.optimizer.loss_scale is not None and precision.precision != "fp16":
         yield (
             f"loss_scale({config.optimizer.loss_scale}) has no effect under precision({precision.precision}), whose "
-            f"gradients have the range; drop it or choose --precision fp16"
+            f"gradients need no loss scale; drop it or choose --precision fp16"
         )
     if precision.precision == "te":
         yield from _check_te(config, on_this_machine=on_this_machine)
@@ -110,9 +110,9 @@ def _check_fp8_attention(config: Config) -> Iterator[str]:
     if model.attention_backend != "auto":
         yield f"{name} has a kernel of its own, not attention_backend({model.attention_backend}); drop one of them"
     if config.data.keeps_documents_apart:
-        yield f"{name} reads no documents; drop it or {'sft' if config.data.sft else 'reset_attention_mask'}"
+        yield f"{name} cannot keep documents apart; drop it or {'sft' if config.data.sft else 'reset_attention_mask'}"
     if model.window_size is not None:
-        yield f"{name} has no windows; drop it or window_size({model.window_size})"
+        yield f"{name} does not support windows; drop it or window_size({model.window_size})"
     width = model.head_dim
     if width != _ATTENTION_WIDTH:
         yield (

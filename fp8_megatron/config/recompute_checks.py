@@ -58,7 +58,7 @@ def offload_problems(config: Config) -> Iterator[str]:
         yield f"{name} > {most} layers of a {stage}; choose at most {most}"
     elif method == "uniform" and group is not None and count % group:
         yield (
-            f"{name} % recompute_num_layers({group}) = {count % group}: recomputed chunks leave whole; choose "
+            f"{name} % recompute_num_layers({group}) = {count % group}: recomputed chunks are offloaded whole; choose "
             f"{count // group * group or group}, or recompute_num_layers 1"
         )
 
@@ -74,7 +74,7 @@ def mlp_chunk_problems(config: Config) -> Iterator[str]:
         yield f"{name} is for this project's layers, not Transformer Engine's; choose precision fp8 or bf16"
     if training.recompute_granularity != "full" and "mlp" not in training.recomputed_modules:
         yield (
-            f"{name}: backward computes MLPs in chunks again; give --recompute-granularity full, or selective with "
+            f"{name}: backward recomputes MLPs in chunks; give --recompute-granularity full, or selective with "
             f"--recompute-modules mlp"
         )
     shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -102,7 +102,7 @@ def loss_chunk_problems(config: Config) -> Iterator[str]:
     if size >= positions:
         divided = f" / context_parallel_size({cp})" if cp > 1 else ""
         length = f"seq_length({config.model.seq_length}){divided}"
-        yield f"{name} does not cut {length}; choose less than {positions}, or drop it"
+        yield f"{name} is not below {length}; choose less than {positions}, or drop it"
     shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     multiple = FP8_GEMM_MULTIPLE * shares
     if size % multiple:

@@ -84,8 +84,8 @@ def _check_validation_sets(config: Config) -> Iterator[str]:
         yield f"validation_set_names({names}) have no effect without multiple_validation_sets; give both"
     elif names and len(training.validation_set_names) != len(paths):
         yield (
-            f"validation_set_names({names}) are {len(training.validation_set_names)}, but valid_data_path has "
-            f"{len(paths)} files; give as many"
+            f"validation_set_names({names}) names {len(training.validation_set_names)}, but valid_data_path has "
+            f"{len(paths)} files; give one name for each"
         )
     elif repeated := [name for name in training.validation_set_names if training.validation_set_names.count(name) > 1]:
         yield f"validation_set_names({names}) has {repeated[0]} twice; give each file a name of its own"
@@ -129,7 +129,7 @@ def _check_blends(data: DataConfig) -> Iterator[str]:
         weights = _weights(words[::2])
         if len(words) % 2 or not weights or min(weights) <= 0 or not sum(weights) < math.inf:
             yield (
-                f"{name}({shortened(' '.join(words))}) is no blend; give weight prefix weight prefix …, with finite "
+                f"{name}({shortened(' '.join(words))}) is not a blend; give weight prefix weight prefix …, with finite "
                 f"weights above 0"
             )
 
@@ -144,7 +144,7 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
                 yield f"{name}({value}) needs a folder to save into; give --save"
         for name in ("save_optim", "save_rng"):
             if not getattr(checkpoint, name):
-                yield f"no_{name} is about what is saved, and nothing is; give --save"
+                yield f"no_{name} has no effect without save; give --save"
         if checkpoint.ckpt_state_dtype != "native":
             yield f"ckpt_state_dtype({checkpoint.ckpt_state_dtype}) needs a folder to save into; give --save"
     elif checkpoint.save_retain_interval is not None and checkpoint.save_interval is None:
@@ -157,7 +157,7 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
         yield "rollback_on_loss_spike needs the whole state of a checkpoint; drop --no-save-optim"
     if config.training.rollback_on_loss_spike and (checkpoint.save is None or not checkpoint.saves_by_interval):
         missing = "save" if checkpoint.save is None else "save-interval"
-        yield f"rollback_on_loss_spike goes back to a checkpoint, and there is none; give --{missing}"
+        yield f"rollback_on_loss_spike needs checkpoints to go back to; give --{missing}"
     if config.training.rollback_on_loss_spike and config.training.loss_spike_threshold == 0:
         yield "rollback_on_loss_spike has no effect with loss_spike_threshold(0); give one above 0"
     if checkpoint.load is None:
@@ -190,7 +190,7 @@ def _check_non_persistent(config: Config) -> Iterator[str]:
 def _check_files(config: Config) -> Iterator[str]:
     path = config.parallel.nccl_communicator_config_path
     if path is not None and not os.path.isfile(path):
-        yield f"nccl_communicator_config_path({path}) is no file; give a YAML such as {{dp_cp: {{max_ctas: 8}}}}"
+        yield f"nccl_communicator_config_path({path}) is not a file; give a YAML such as {{dp_cp: {{max_ctas: 8}}}}"
 
 
 def profile_problems(config: Config, train_iters: int, world_size: int) -> Iterator[str]:

@@ -57,7 +57,7 @@ def _check_units(config: Config) -> Iterator[str]:
         given = getattr(config.training if name.startswith("train") else config.optimizer, name)
         if given:
             counts = "samples" if config.counts_samples else "steps"
-            yield f"{name}({given}) stands beside {length}, which counts {counts}; give {same}, or drop one"
+            yield f"{name}({given}) does not fit {length}, which counts {counts}; give {same}, or drop one"
 
 
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _check_skipped(config: Config, world_size: int) -> Iterator[str]:
     words = config.training.iterations_to_skip
     bad = [word for word in words if not _is_iteration(word)]
     if bad:
-        yield f"iterations_to_skip({shortened(' '.join(bad))}) are no iterations; give numbers from 1 on, e.g. 120 121"
+        yield f"iterations_to_skip({shortened(' '.join(bad))}) are not iterations; give numbers from 1 on, e.g. 120 121"
         return
     if config.counts_samples and config.checkpoint.load is not None:
         return  # the steps before may have had other batches

@@ -73,7 +73,7 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: OptionalLayers = None
     """Layers of one virtual stage. Turns on the interleaved schedule."""
     num_virtual_stages_per_pipeline_rank: OptionalLayers = None
-    """Number of virtual stages of one rank, as another way to set them. Two or more turn on the interleaved schedule."""
+    """Virtual stages of one rank, instead of the layers of one. Two or more turn on the interleaved schedule."""
     microbatch_group_size_per_virtual_pipeline_stage: OptionalCount = None
     """Consecutive micro-batches of a virtual stage in the interleaved schedule. Default: the number of stages."""
     decoder_first_pipeline_num_layers: OptionalLayers = None
@@ -295,8 +295,8 @@ class TrainingConfig:
     loss_chunk_size: OptionalCount = None
     """Positions of each sequence whose logits are computed at a time. Backward recomputes them. Default: all."""
     mlp_chunks_for_training: Count = 1
-    """Number of chunks of a sequence that an MLP processes one after another. Needs recomputed MLPs. As in Megatron, this
-    holds for all layers, also those that --recompute-method block does not recompute."""
+    """Number of chunks of a sequence that an MLP processes one after another. Needs recomputed MLPs. As in Megatron,
+    this holds for all layers, also those that --recompute-method block does not recompute."""
 
     @property
     def left_out(self) -> frozenset[int]:

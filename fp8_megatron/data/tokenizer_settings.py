@@ -76,7 +76,7 @@ def tokenizer_problems(tokenizer_type: str, model: str | None, options: Tokenize
             if value is None:
                 problems.append(f"GPT2BPETokenizer needs {flag}: its {usual}")
             elif not Path(value).is_file():
-                problems.append(f"{flag} {value} is no file: give the {usual} of the tokenizer")
+                problems.append(f"{flag} {value} is not a file: give the {usual} of the tokenizer")
     elif tokenizer_type != "NullTokenizer":
         if not model:
             problems.append(f"{tokenizer_type} needs --tokenizer-model: {_MODELS[tokenizer_type]}")

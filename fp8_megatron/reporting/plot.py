@@ -122,7 +122,7 @@ def compare_losses(
         raise ValueError(f"a comparison needs two runs or more, got {list(runs)}; plot_losses draws one")
     reference = next(iter(runs)) if reference is None else reference
     if reference not in runs:
-        raise ValueError(f"reference {reference!r} is none of the runs {list(runs)}")
+        raise ValueError(f"reference {reference!r} is not one of the runs {list(runs)}")
     curves = {name: read_losses(path) for name, path in runs.items()}
     others = [name for name in runs if name != reference]
     colors = {reference: REFERENCE_COLOR, **{name: COLORS[i % len(COLORS)] for i, name in enumerate(others)}}

@@ -94,8 +94,8 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
     ("call", "message"),
     [
         (_second_call, "0.weight has an FP8 optimizer already: initialize is called once"),
-        (_with(opt_level="O4"), r"opt_level\('O4'\) is none of O1, O2, O3"),
-        (_with(recipe="mxfp8"), r"recipe\('mxfp8'\) is none of"),
+        (_with(opt_level="O4"), r"opt_level\('O4'\) is not one of O1, O2, O3"),
+        (_with(recipe="mxfp8"), r"recipe\('mxfp8'\) is not one of"),
         (_replaced_before, "has FP8 layers already: give recipe, filter and recompute_activations to"),
         (_other_model, "a parameter of shape .* that the model did not have"),
         (
@@ -103,7 +103,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
             "torch.optim.sgd.SGD: FP8 state needs torch.optim.AdamW",
         ),
         (lambda model: _with()(torch.nn.DataParallel(model)), "the model is a DataParallel: call initialize first"),
-        (_with(filter="lm_head"), r"filter\('lm_head'\) is no function: give one of \(name, layer\)"),
+        (_with(filter="lm_head"), r"filter\('lm_head'\) is not a function: give one of \(name, layer\)"),
         (_with(gradient_accumulation_steps=0), r"gradient_accumulation_steps\(0\) is less than 1: leave it out"),
         (
             lambda model: fp8_megatron.initialize(torch.optim.AdamW(model.parameters()), model),  # type: ignore[type-var]

@@ -77,8 +77,8 @@ def test_what_a_laptop_lacks_is_no_error(program: object, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--dry-run --world-size 0", "--world-size '0' is no number of ranks; give 1 to 1000000"),
-        ("--dry-run --world-size many", "--world-size 'many' is no number of ranks"),
+        ("--dry-run --world-size 0", "--world-size '0' is not a number of ranks; give 1 to 1000000"),
+        ("--dry-run --world-size many", "--world-size 'many' is not a number of ranks"),
         ("--world-size 4", "--world-size is for --dry-run; the launcher says how many ranks there are"),
         ("--dry-run --world-size 3", "global_batch_size(32) is not a multiple of micro_batch_size(32)"),
         ("--dry-run --lr fast", "--lr 'fast' is not a number"),

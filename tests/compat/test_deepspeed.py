@@ -34,7 +34,7 @@ def config_of(level: str, stage: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"msamp": {"enabled": True, "opt_level": "O4"}}, r"opt_level\('O4'\) is none of O1, O2, O3"),
+        ({"msamp": {"enabled": True, "opt_level": "O4"}}, r"opt_level\('O4'\) is not one of O1, O2, O3"),
         ({"zero_optimization": {"stage": 3}}, r"stage\(3\).*use stage 0, 1 or 2"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
         ({"fp16": {"enabled": True}}, 'use "bf16"'),

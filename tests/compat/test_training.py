@@ -125,7 +125,7 @@ def test_what_initialize_refuses() -> None:
     import msamp
 
     model, optimizer = small.build()
-    with pytest.raises(ValueError, match=r"opt_level\('O0'\) is none of O1, O2, O3"):
+    with pytest.raises(ValueError, match=r"opt_level\('O0'\) is not one of O1, O2, O3"):
         msamp.initialize(model, optimizer, "O0")
     with pytest.raises(ValueError, match=r"not a torch\.nn\.Module"):
         msamp.initialize([model], optimizer)

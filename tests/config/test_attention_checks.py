@@ -45,7 +45,7 @@ def test_what_works_passes(flags: str) -> None:
     [
         (
             TEXT + "--precision te",
-            "reset_attention_mask: Transformer Engine's attention reads no documents; drop it, or",
+            "reset_attention_mask: Transformer Engine's attention cannot keep documents apart; drop it, or",
         ),
         (TEXT + "--attention-backend cudnn", "reset_attention_mask runs in FlashAttention's kernels, not attention_ba"),
         (

@@ -84,13 +84,13 @@ def test_counts_are_those_of_single_steps(phases: tuple[tuple[int, int], ...]) -
         ("--step-batch-size-schedule 0:0 1M:16", "a batch has at least one sample"),
         ("--rampup-batch-size 4 4 100 --step-batch-size-schedule 0:4", "both set the global batch; drop one"),
         ("--train-samples 15", "train_samples(15) are fewer than one global batch of 16; raise it"),
-        ("--train-samples 640 --train-iters 40", "train_iters(40) stands beside train_samples(640)"),
+        ("--train-samples 640 --train-iters 40", "train_iters(40) does not fit train_samples(640)"),
         (
             "--train-samples 640 --lr-warmup-iters 4",
-            "lr_warmup_iters(4) stands beside train_samples(640), which",
+            "lr_warmup_iters(4) does not fit train_samples(640), which",
         ),
         ("--train-samples 640 --lr-decay-iters 4", "give lr_decay_samples, or drop one"),
-        ("--train-iters 40 --lr-decay-samples 64", "lr_decay_samples(64) stands beside train_iters(40), which counts"),
+        ("--train-iters 40 --lr-decay-samples 64", "lr_decay_samples(64) does not fit train_iters(40), which counts"),
         (
             "--train-samples 640 --lr-warmup-samples 64 --lr-decay-samples 64",
             "lr_warmup_samples(64) ≥ lr_decay_samples(64); the warm-up must end before the decay does",
@@ -117,7 +117,7 @@ def test_counts_are_those_of_single_steps(phases: tuple[tuple[int, int], ...]) -
             "--train-samples 640 --iterations-to-skip 40 41",
             "iterations_to_skip(41) come after the last iteration(40) of train_samples(640)",
         ),
-        ("--iterations-to-skip 0 3 x", "iterations_to_skip(0 x) are no iterations; give numbers from 1 on"),
+        ("--iterations-to-skip 0 3 x", "iterations_to_skip(0 x) are not iterations; give numbers from 1 on"),
         (
             "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --load .",
             "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler contradict each other",

@@ -187,7 +187,7 @@ FULL = "--recompute-granularity full "
         (
             2,
             PP2 + "--num-layers-per-virtual-pipeline-stage 5 --global-batch-size 8",
-            "stage(5) does not cut num_layers(24) / pipeline_model_parallel_size(2) = 12 layers of a stage",
+            "stage(5) does not divide num_layers(24) / pipeline_model_parallel_size(2) = 12 layers of a stage",
         ),
         (2, PP2 + "--num-layers-per-virtual-pipeline-stage 12 --global-batch-size 8", "choose a smaller divisor of 12"),
         (
@@ -324,23 +324,23 @@ FULL = "--recompute-granularity full "
         (
             1,
             FULL + "--recompute-method uniform --recompute-num-layers 5",
-            "recompute_method(uniform) with recompute_num_layers(5) does not cut the 24 layers of a pipeline stage "
+            "recompute_method(uniform) with recompute_num_layers(5) does not divide the 24 layers of a pipeline stage "
             "into equal parts; choose a divisor of 24, or recompute_method block",
         ),
         (
             1,
             FULL + "--recompute-method uniform --recompute-num-layers 48",
-            "recompute_num_layers(48) does not cut the 24 layers of a pipeline stage",
+            "recompute_num_layers(48) does not divide the 24 layers of a pipeline stage",
         ),
         (
             2,
             PP2 + FULL + "--recompute-method uniform --recompute-num-layers 8",
-            "recompute_num_layers(8) does not cut the 12 layers of a pipeline stage",
+            "recompute_num_layers(8) does not divide the 12 layers of a pipeline stage",
         ),
         (
             2,
             VIRTUAL4 + FULL + "--recompute-method uniform --recompute-num-layers 3",
-            "recompute_num_layers(3) does not cut the 4 layers of a virtual pipeline stage",
+            "recompute_num_layers(3) does not divide the 4 layers of a virtual pipeline stage",
         ),
         (
             2,
@@ -362,14 +362,14 @@ FULL = "--recompute-granularity full "
         (
             1,
             FULL + "--recompute-method uniform --recompute-num-layers 4 --cpu-offloading-num-layers 10",
-            "cpu_offloading_num_layers(10) % recompute_num_layers(4) = 2: recomputed chunks leave whole; choose 8",
+            "cpu_offloading_num_layers(10) % recompute_num_layers(4) = 2: recomputed chunks are offloaded whole",
         ),
         (
             1,
             "--cpu-offloading-num-layers 2 --cuda-graph-impl local",
             "does not record copies to the host, cpu_offloading_num_layers is 2; drop one",
         ),
-        (1, "--loss-chunk-size 1024", "loss_chunk_size(1024) does not cut seq_length(1024); choose less than 1024"),
+        (1, "--loss-chunk-size 1024", "loss_chunk_size(1024) is not below seq_length(1024); choose less than 1024"),
         (1, "--loss-chunk-size 100", "loss_chunk_size(100) is not a multiple of 16; choose 96"),
         (
             2,
@@ -379,7 +379,7 @@ FULL = "--recompute-granularity full "
         (
             1,
             "--mlp-chunks-for-training 4 --recompute-activations",
-            "mlp_chunks_for_training(4): backward computes MLPs in chunks again; give --recompute-granularity full",
+            "mlp_chunks_for_training(4): backward recomputes MLPs in chunks; give --recompute-granularity full",
         ),
         (
             2,
@@ -399,16 +399,16 @@ FULL = "--recompute-granularity full "
         (
             2,
             "--fp8-lm-head --make-vocab-size-divisible-by 20 --tensor-model-parallel-size 2",
-            "fp8_lm_head: vocab_size(512) padded by make_vocab_size_divisible_by(20) is not sure to leave each of "
-            "tensor_model_parallel_size(2) ranks a multiple of 16 rows; choose a make_vocab_size_divisible_by that is "
-            "one (16 or 32)",
+            "fp8_lm_head: vocab_size(512) padded by make_vocab_size_divisible_by(20) does not guarantee each of "
+            "tensor_model_parallel_size(2) ranks a multiple of 16 rows; choose make_vocab_size_divisible_by = "
+            "16 or 32",
         ),
         (1, FP8_ATTENTION.replace("delayed", "tensorwise"), "needs scales before its kernels run"),
         (1, FP8_ATTENTION.replace("--fp8-recipe delayed", "--bf16"), "which precision(bf16) does not use; drop it"),
         (1, FP8_ATTENTION.replace("--attention-dropout 0", ""), "has no dropout, attention_dropout is 0.1"),
         (1, FP8_ATTENTION + "--attention-backend flash", "has a kernel of its own, not attention_backend(flash)"),
-        (1, FP8_ATTENTION + "--window-size 8,0", "has no windows; drop it or window_size(8,0)"),
-        (1, FP8_ATTENTION + "--reset-attention-mask", "reads no documents; drop it or reset_attention_mask"),
+        (1, FP8_ATTENTION + "--window-size 8,0", "does not support windows; drop it or window_size(8,0)"),
+        (1, FP8_ATTENTION + "--reset-attention-mask", "cannot keep documents apart; drop it or reset_attention_mask"),
         (1, FP8_ATTENTION + "--recompute-granularity selective", "keeps no scores to recompute"),
         (1, FP8_ATTENTION + "--kv-channels 64", "takes heads of 128 columns, not 64"),
         (1, "--bf16 --params-dtype fp8", "params_dtype(fp8) has no effect under precision(bf16)"),
@@ -439,7 +439,7 @@ FULL = "--recompute-granularity full "
         (1, "--lr 1e-4 --lr-warmup-init 1", "lr_warmup_init(1.0) > lr(0.0001)"),
         (1, WSD, "lr_decay_style(WSD) needs lr_wsd_decay_iters"),
         (1, WSD + "--lr-wsd-decay-iters 1001", "lr_wsd_decay_iters(1001) > train_iters(1000)"),
-        (1, "--rollback-on-loss-spike", "rollback_on_loss_spike goes back to a checkpoint, and there is none"),
+        (1, "--rollback-on-loss-spike", "rollback_on_loss_spike needs checkpoints to go back to"),
         (
             1,
             "--rollback-on-loss-spike --loss-spike-threshold 0 --save x --save-interval 5",
@@ -484,7 +484,7 @@ FULL = "--recompute-granularity full "
         (
             1,
             "--cuda-graph-impl local --release-gradients --clip-grad 0",
-            "cuda_graph_impl(local) would repeat one step's learning rate, by which release_gradients updates weights",
+            "cuda_graph_impl(local) would repeat the recorded learning rate in the updates of release_gradients",
         ),
         (
             1,
@@ -545,7 +545,7 @@ FULL = "--recompute-granularity full "
         (
             1,
             "--nccl-communicator-config-path nowhere.yaml",
-            "nccl_communicator_config_path(nowhere.yaml) is no file; give a YAML such as {dp_cp: {max_ctas: 8}}",
+            "nccl_communicator_config_path(nowhere.yaml) is not a file; give a YAML such as {dp_cp: {max_ctas: 8}}",
         ),
         (
             1,
@@ -800,7 +800,7 @@ def test_a_tokenizers_model_is_not_read_by_the_null_tokenizer() -> None:
 @pytest.mark.parametrize("words", ["nan a 1 b", "0 a 0 b", "inf a 1 b", "1 a 2", "-1 a 2 b", "1e308 a 1e308 b"])
 def test_a_blend_has_finite_weights(words: str) -> None:
     (problem,) = problems(parse("", data=f"--data-path {words} --vocab-size 64 --tokenizer-type NullTokenizer"), 1)
-    assert problem.startswith(f"data_path({words}) is no blend; give weight prefix weight prefix …, with finite")
+    assert problem.startswith(f"data_path({words}) is not a blend; give weight prefix weight prefix …, with finite")
 
 
 @pytest.mark.parametrize("split", ["nan,1,1", "inf,1,0", "1e308,1e308,0", "\uff11,1,0", "1_0,1,0", "9,1,0,0", "9,-1,0"])

@@ -69,10 +69,13 @@ def test_what_works_passes(flags: str) -> None:
             CP4 + "--bf16 --cp-comm-type all_gather --fp8-context-communication",
             "fp8_context_communication is for FP8 layers, which precision(bf16) does not have; drop it or choose",
         ),
-        (CP4 + "--window-size 5,0", "context_parallel_size(4) has no windows; drop window_size(5,0), or choose"),
+        (
+            CP4 + "--window-size 5,0",
+            "context_parallel_size(4) does not support windows; drop window_size(5,0), or choose",
+        ),
         (
             CP4 + "--attention-dropout 0.1",
-            "context_parallel_size(4) has no dropout in attention; give --attention-dropout 0, not 0.1",
+            "context_parallel_size(4) does not support attention dropout; give --attention-dropout 0, not 0.1",
         ),
         (CP4 + "--kv-channels 36 --bf16", "takes heads of a multiple of 8 columns up to 256, not 36; choose another"),
         (
@@ -110,7 +113,7 @@ def test_what_cannot_work_is_one_line(flags: str, said: str) -> None:
 def test_documents_need_whole_sequences() -> None:
     text = "--data-path a --vocab-size 512 --tokenizer-type NullTokenizer --reset-attention-mask --attention-dropout 0 "
     (problem,) = problems(text + "--context-parallel-size 4")
-    assert "context_parallel_size(4) has no documents in attention; drop reset_attention_mask" in problem
+    assert "context_parallel_size(4) cannot keep documents apart in attention; drop reset_attention_mask" in problem
     assert problems(text + "--context-parallel-size 4 --cp-comm-type a2a") == []
 
 

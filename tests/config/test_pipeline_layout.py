@@ -147,7 +147,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage "
         (
             2,
             PP2 + VIRTUAL + "--decoder-first-pipeline-num-layers 9 --global-batch-size 8",
-            "num_virtual_stages_per_pipeline_rank(2) does not cut the 9 layers of stage 0",
+            "num_virtual_stages_per_pipeline_rank(2) does not divide the 9 layers of stage 0",
         ),
         (1, VIRTUAL, "num_virtual_stages_per_pipeline_rank(2) needs pipeline stages"),
         (
@@ -187,7 +187,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage "
             2,
             PP2 + "--decoder-first-pipeline-num-layers 10 --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 5",
-            "recompute_num_layers(5) does not cut the 14 layers of a pipeline stage",
+            "recompute_num_layers(5) does not divide the 14 layers of a pipeline stage",
         ),
     ],
 )

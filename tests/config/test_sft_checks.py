@@ -43,7 +43,7 @@ def test_megatrons_words_are_taken() -> None:
             f"{MODEL} --data-path a --tokenizer-model b --sft-chat-template c",
             "sft_chat_template(c) has no effect without",
         ),
-        (f"{SFT} --precision te", "sft: Transformer Engine's attention reads no documents"),
+        (f"{SFT} --precision te", "sft: Transformer Engine's attention cannot keep documents apart"),
         (f"{SFT} --attention-backend cudnn", "sft runs in FlashAttention's kernels, not attention_backend(cudnn)"),
     ],
 )

@@ -209,7 +209,7 @@ def test_bad_settings_of_each_kind_are_named(gpt2_files, tiktoken_file, tokenize
         "GPT2BPETokenizer", None
     )
     absent = problem("GPT2BPETokenizer", None, vocab_file="absent", merge_file=gpt2_files.merge_file)
-    assert absent == "--vocab-file absent is no file: give the gpt2-vocab.json of the tokenizer"
+    assert absent == "--vocab-file absent is not a file: give the gpt2-vocab.json of the tokenizer"
     swapped = {"vocab_file": gpt2_files.merge_file, "merge_file": gpt2_files.vocab_file}
     assert "are no byte-level BPE" in problem("GPT2BPETokenizer", None, **swapped)
     (tmp_path / "vocab.json").write_text('{"a": 0}')

@@ -157,7 +157,7 @@ def test_compare_refuses_what_has_no_gap(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two runs or more"):
         compare_losses(runs, tmp_path / "x.png")
     runs["b"] = write_run(tmp_path / "b", [np.nan, 2.0])
-    with pytest.raises(ValueError, match="reference 'c' is none of"):
+    with pytest.raises(ValueError, match="reference 'c' is not one of"):
         compare_losses(runs, tmp_path / "x.png", reference="c")
     runs["d"] = write_run(tmp_path / "d", [3.0, np.nan])
     with pytest.raises(ValueError, match="'d' and 'b' share no iteration"):

@@ -111,7 +111,7 @@ def test_words_that_are_no_recipe_or_precision_are_one_line(tmp_path: Path) -> N
     [line] = launched(tmp_path, launch, "gpt_6b", status=2)
     assert line == "error: no recipe gpt_6b: there is no configs/gpt_6b.yaml"
     [line] = launched(tmp_path, launch, "gpt_7b", "fp16", status=2)
-    assert line == "error: the precision fp16 is none of bf16, te, fp8"
+    assert line == "error: the precision fp16 is not one of bf16, te, fp8"
     usage = launched(tmp_path, launch, status=2)
     assert usage[0].startswith("scripts/launch.sh RECIPE")
 

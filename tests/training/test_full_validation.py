@@ -108,7 +108,7 @@ def test_each_set_has_a_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         (
             "--train-data-path a --valid-data-path b c --full-validation --multiple-validation-sets "
             "--validation-set-names wiki",
-            "validation_set_names(wiki) are 1, but valid_data_path has 2 files; give as many",
+            "validation_set_names(wiki) names 1, but valid_data_path has 2 files; give one name for each",
         ),
         (
             "--train-data-path a --valid-data-path b c --full-validation --multiple-validation-sets "
