@@ -9,6 +9,7 @@ from enum import Enum
 from types import UnionType
 from typing import Annotated, Any, NoReturn, Union
 
+import docstring_parser  # tyro's own
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -51,7 +52,7 @@ switch is listed in the form that changes its default; --NAME and --no-NAME both
 
 def show_help(base: Config, paths: Sequence[str], prog: str) -> NoReturn:
     """Print the help of `prog` with the values of `base` as defaults, and exit with status 0."""
-    sections = {field.name: getattr(base, field.name) for field in dataclasses.fields(Config)}
+    sections = {field.name: _with_joined_lines(getattr(base, field.name)) for field in dataclasses.fields(Config)}
     tyro.cli(
         _CommandLine,
         prog=prog,
@@ -62,6 +63,19 @@ def show_help(base: Config, paths: Sequence[str], prog: str) -> NoReturn:
         registry=_flag_rules(),
     )
     raise AssertionError("tyro exits after --help")
+
+
+def _with_joined_lines(section: Any) -> Any:
+    """`section` of a derived class, in whose description the lines of each field's comment are joined. tyro takes an
+    indented line for a new paragraph."""
+    kind = type(section)
+    comments = {
+        comment.arg_name: " ".join((comment.description or "").split())
+        for comment in docstring_parser.parse_from_object(kind).params
+    }
+    about = "\n".join([kind.__doc__ or "", "", *(f":param {name}: {text}" for name, text in comments.items())])
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(kind)}
+    return type(kind.__name__, (kind,), {"__doc__": about})(**values)
 
 
 def _flag_rules() -> ConstructorRegistry:
