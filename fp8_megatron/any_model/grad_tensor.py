@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..quantization.scaled_functions import written_by_collective
+from ..quantization.value_view import Decoded
 
 _aten = torch.ops.aten
 
@@ -40,20 +41,16 @@ class GradSource(Protocol):
         """Replace it by a plain tensor of the parameter's shape."""
 
 
-class GradTensor(torch.Tensor):
+class GradTensor(Decoded):
     """A gradient in FP8, in a wider accumulator, or in shards, as a tensor that torch's own tools take.
 
     It has the shape and dtype of its parameter. Norms, products with a number, sums, `zero_` and the check for numbers
     that are not finite work on the storage itself. Any other function that returns new values gets the gradient as a
-    plain tensor. A function that writes into the gradient gets the plain tensor too, and its result is stored.
-
-    Raises:
-        NotImplementedError: for views, because no memory holds the values as plain elements.
+    plain tensor. A function that writes into the gradient gets the plain tensor too, and its result is stored. Views
+    decode it when they are read, and write through it.
     """
 
     _source: weakref.ref[GradSource]
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, source: GradSource, param: Tensor) -> GradTensor:
@@ -79,6 +76,18 @@ class GradTensor(torch.Tensor):
         """The gradient as a plain tensor (a copy)."""
         return self.source.values().to(self.dtype)
 
+    def master_value(self) -> Tensor:
+        """See `Decoded.master_value`. All replicas call it."""
+        return self.source.values()
+
+    def value_here(self) -> Tensor:
+        """The same: replicas share a gradient, and all of them read it."""
+        return self.source.values()
+
+    def assign(self, value: Tensor) -> None:
+        """See `Decoded.assign`."""
+        self.source.assign_(value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.dense()
 
@@ -102,10 +111,7 @@ class GradTensor(torch.Tensor):
         if func._schema.is_mutable:
             return _store_result(func, args, kwargs)
         if any(result.alias_info is not None for result in func._schema.returns):
-            raise NotImplementedError(
-                f"{func} is a view, and a gradient in FP8 or in shards has no plain elements to view: call it on "
-                f"p.grad.clone(), and write changes back with p.grad.copy_(…)"
-            )
+            return args[0].view_values(func, args[1:], kwargs)
         return func(*_densified(args), **_densified(kwargs))
 
 

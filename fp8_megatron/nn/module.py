@@ -134,7 +134,7 @@ class FP8Linear(torch.nn.Linear):
         """Make `weight`, a `ScaledTensor`, the layer's own; it may be another layer's too."""
         self.weight = weight  # type: ignore[assignment]
         if self.weight.home is None:
-            self.weight.home = Home()
+            self.weight.home = Home(self.name)
         self.home = self.weight.home
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """What torch's functions do with a `ScaledTensor`.
 
 Functions that move, view or fill a weight are in `_FUNCTIONS`, and see its payload. Any other function is called with
-values, in `_read`: it may read a weight, and arithmetic in place may write one, outside of autograd.
+values, in `_read`: outside of autograd it may read a weight, arithmetic in place may write one, and a view is a
+`value_view.ValueView`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,12 +18,16 @@ from .weight_views import is_scaled
 
 if TYPE_CHECKING:
     from .scaled_tensor import ScaledTensor
+    from .value_view import Decoded
 
 _aten = torch.ops.aten
 
-#: Functions that may write into an owned weight, as a loop moves, shrinks or bounds it. Most of `torch.nn.init` are not
-#: among them: they compute in several steps, and a stored weight would round each.
-_ARITHMETIC = frozenset("add sub mul div lerp addcmul addcdiv clamp clamp_min clamp_max masked_fill".split())
+#: Functions that may write into an owned weight, as a loop moves, shrinks or bounds it, or into a view of one. Most of
+#: `torch.nn.init` are not among them: they compute in several steps, and a stored weight would round each.
+_ARITHMETIC = frozenset(
+    "add sub mul div lerp addcmul addcdiv clamp clamp_min clamp_max masked_fill index_put index_fill index_copy "
+    "copy fill zero normal uniform".split()
+)
 
 #: Functions that would decode a weight at each forward of a module that reads it.
 _PRODUCTS = frozenset(
@@ -33,6 +38,13 @@ _PRODUCTS = frozenset(
 )
 
 
+_ADVICE = (
+    "torch has no gradient for it. To read the weight, use torch.no_grad(). If a loss or a module takes its layer's "
+    "weight, keep the layer a torch.nn.Linear (filter=…), or use a copy without FP8, "
+    "fp8_megatron.any_model.plain_model(model)"
+)
+
+
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func`, a function of ``torch.ops.aten``, returns for arguments of which some are `ScaledTensor`s.
 
@@ -40,7 +52,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         NotImplementedError: it is not defined for them (`_read`).
     """
     function = _FUNCTIONS.get(func)
-    if function is not None and isinstance(args[0], Tensor):
+    if function is not None and (is_scaled(args[0]) or _writes_plain(func, args)):
         return function(func, *args, **kwargs)
     made = func.decompose(*args, **kwargs)  # functions that torch leaves whole in inference mode
     return _read(func, args, kwargs) if made is NotImplemented else made
@@ -51,43 +63,58 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     writes into a weight goes to its owner, on every replica.
 
     Raises:
-        NotImplementedError: `func` is a matrix product, or makes a view; it writes into a weight without an owner, or
-            writes something else than arithmetic; or autograd would record it, and give the weight a gradient that no
-            optimizer reads.
+        NotImplementedError: autograd is on, and would record it, or `func` is a matrix product, which would decode the
+            weight in every forward; `func` writes into a weight without an owner, or writes something else than
+            arithmetic.
     """
-    scaled = [leaf for leaf in tree_leaves((args, kwargs)) if is_scaled(leaf)]
+    decoded = [leaf for leaf in tree_leaves((args, kwargs)) if _is_decoded(leaf)]
     written = _written(func, args, kwargs)
-    told = f"{func} is not defined on a ScaledTensor of shape {tuple(scaled[0].shape)}"
-    if _is_view(func) or _name(func) in _PRODUCTS:
-        raise NotImplementedError(
-            f"{told}: call .dequantize() for values or .gemm_operand() for a GEMM, so that the high-precision copy is "
-            f"visible where it is made. If a module reads its layer's weight itself, keep the layer a torch.nn.Linear "
-            f"(filter=…)"
-        )
+    name = next((tensor.layer_name for tensor in decoded if tensor.layer_name), "")
+    told = f"{func} is not defined on an FP8 weight of shape {tuple(decoded[0].shape)}"
+    if name:
+        told += f" (layer {name})"
+    if func is _aten.view.dtype:
+        raise NotImplementedError(f"{told}, whose bits are not its values: view those of p.detach().clone()")
+    if torch.is_grad_enabled():
+        _check_not_recorded(func, decoded, told)
+    if _is_view(func):
+        return args[0].view_values(func, args[1:], kwargs)
     if written and _name(func) not in _ARITHMETIC:
         raise NotImplementedError(f"{told}, and would write into it: fill a plain tensor, and copy it with p.copy_(…)")
-    if any(tensor.owner is None for tensor in written):
+    if not all(tensor.takes_arithmetic for tensor in written):
         raise NotImplementedError(
             f"{told} without a master, as a frozen one is: what the function writes would be rounded to the weight's "
-            f"format each time. Keep its layer a torch.nn.Linear (filter=…)"
+            f"format each time. Keep its layer a torch.nn.Linear (filter=…), or write into a copy, plain_model(model)"
         )
     values = {
         id(tensor): (tensor.master_value() if any(tensor is one for one in written) else tensor.value_here()).to(
             tensor.dtype
         )
-        for tensor in scaled
+        for tensor in decoded
     }
-    args, kwargs = tree_map_only(is_scaled, lambda tensor: values[id(tensor)], (args, kwargs))
+    args, kwargs = tree_map_only(_is_decoded, lambda tensor: values[id(tensor)], (args, kwargs))
     made = func(*args, **kwargs)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in scaled) and _has_gradients(func, made):
-        raise NotImplementedError(
-            f"{told} under autograd: read a weight's value in torch.no_grad(), or of weight.detach(). If a loss or a "
-            f"module takes its layer's weight, keep the layer a torch.nn.Linear (filter=…)"
-        )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in decoded) and _has_gradients(func, made):
+        raise NotImplementedError(f"{told} under autograd: {_ADVICE}")
     for tensor in written:
         tensor.assign(values[id(tensor)])
     weights = {id(values[id(tensor)]): tensor for tensor in written}
     return tree_map_only(Tensor, lambda tensor: weights.get(id(tensor), tensor), made)
+
+
+def _check_not_recorded(func: Any, decoded: Sequence[Decoded], told: str) -> None:
+    if _name(func) in _PRODUCTS or (_is_view(func) and any(tensor.requires_grad for tensor in decoded)):
+        raise NotImplementedError(f"{told} under autograd: {_ADVICE}")
+
+
+def _is_decoded(value: Any) -> TypeGuard[Decoded]:
+    """Whether `value` is a `Decoded`, whose module imports this one."""
+    return hasattr(value, "view_values")
+
+
+def _writes_plain(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `func` copies a weight to a plain tensor."""
+    return func is _aten.copy_.default and not _is_decoded(args[0]) and is_scaled(args[1])
 
 
 def _name(func: Any) -> str:
@@ -100,14 +127,14 @@ def _is_view(func: Any) -> bool:
     return any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ScaledTensor]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Decoded]:
     """The weights that `func` writes into."""
     if func.namespace == "c10d":
-        return [leaf for leaf in written_by_collective(func, args) if is_scaled(leaf)]
+        return [leaf for leaf in written_by_collective(func, args) if _is_decoded(leaf)]
     given = {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **kwargs}
     writes = [arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
     leaves = tree_leaves([given.get(name) for name in writes])
-    return [leaf for leaf in leaves if is_scaled(leaf)]
+    return [leaf for leaf in leaves if _is_decoded(leaf)]
 
 
 def written_by_collective(func: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -136,6 +163,14 @@ def _rows(func: Any, tensor: ScaledTensor, *args: Any, **kwargs: Any) -> ScaledT
     if isinstance(views, (list, tuple)):
         return [tensor.part_onto(view) for view in views]
     return tensor.part_onto(views)
+
+
+def _slice(func: Any, tensor: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """Views of rows or columns; of decoded values where they cut blocks that share a scale."""
+    try:
+        return _rows(func, tensor, *args, **kwargs)
+    except NotImplementedError:
+        return _read(func, (tensor, *args), kwargs)
 
 
 def _as_strided(
@@ -206,7 +241,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _same,
     _aten.view.default: _view,
     _aten._unsafe_view.default: _view,
-    _aten.slice.Tensor: _rows,
+    _aten.slice.Tensor: _slice,
     _aten.split.Tensor: _rows,
     _aten.split_with_sizes.default: _rows,
     _aten.as_strided.default: _as_strided,

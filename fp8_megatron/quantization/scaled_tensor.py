@@ -3,10 +3,11 @@
 It is a ``torch.Tensor`` wrapper subclass. It can be an ``nn.Parameter`` with ``requires_grad=True``, and it passes
 through megatron-core's attribute tagging and ``state_dict``. It advertises BF16 unless told otherwise, so that
 ``.bfloat16()``, ``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy.
-A layer calls `gemm_operand` for the FP8 operand of a GEMM. A matrix product with it, or arithmetic that autograd would
-record, raises an error, so that no forward decodes a weight unseen. Code that only reads it, such as an average of
-weights or a norm for a log, gets its owner's value. Arithmetic in place writes through the owner. Copies of an owned
-weight are plain tensors of that value. `scaled_functions` says this of each of torch's functions.
+A layer calls `gemm_operand` for the FP8 operand of a GEMM. Where autograd is on, a matrix product with it, or anything
+that autograd would record, raises an error, so that no forward in training decodes a weight unseen. Code that only reads
+it, such as an average of weights or a norm for a log, gets its owner's value. Arithmetic in place writes through the
+owner. Copies of an owned weight are plain tensors of that value. `scaled_functions` says this of each of torch's
+functions.
 
 Views of whole rows are ScaledTensors too, and share memory with their base. torch's ``fully_shard`` cuts a weight into
 such parts and gathers them as they are stored (`weight_shards`): one byte an element for E4M3.
@@ -25,6 +26,7 @@ from ..formats import E4M3, FP8_DTYPES
 from ..kernels import ops
 from . import scaled_functions
 from .operand import Format, Quantized, quantize, with_one_scale
+from .value_view import Decoded
 from .weight_shards import Gathered, gather_inputs
 from .weight_views import CastScale, Home, OwnerOfView, Part, WeightOwner
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _DATA: Any = torch.Tensor.data  # the descriptor
 
 
-class ScaledTensor(torch.Tensor):
+class ScaledTensor(Decoded):
     """x ≈ payload · scale.
 
     Args:
@@ -54,8 +56,6 @@ class ScaledTensor(torch.Tensor):
     #: What its cast to FP8 takes, if its owner keeps it.
     cast_scale: CastScale | None = None
     _part: Part | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -139,6 +139,16 @@ class ScaledTensor(torch.Tensor):
         """`master_value`, or as much of it as is known without other ranks (`WeightOwner.value_here`)."""
         return self.dequantize() if self.owner is None else self.owner.value_here()
 
+    @property
+    def takes_arithmetic(self) -> bool:
+        """See `Decoded.takes_arithmetic`: if it has an owner."""
+        return self.owner is not None
+
+    @property
+    def layer_name(self) -> str:
+        """See `Decoded.layer_name`."""
+        return "" if self.home is None else self.home.name
+
     def gemm_operand(self, format: Format) -> Quantized:
         """The weight [N, K] in `format`, for an FP8 GEMM.
 
@@ -197,7 +207,7 @@ class ScaledTensor(torch.Tensor):
             value: of the tensor's shape and any float dtype. Its scales are taken over if its format is the same.
         """
         if self.owner is not None:
-            self.owner.write(value.master_value() if isinstance(value, ScaledTensor) else value)
+            self.owner.write(value.master_value() if isinstance(value, Decoded) else value)
             return
         if self.cast_scale is not None:
             self.cast_scale.is_current = False
@@ -289,7 +299,8 @@ class ScaledTensor(torch.Tensor):
             if not payload.is_contiguous() or start % block or payload.numel() % block:
                 raise NotImplementedError(
                     f"{payload.numel()} elements from {start} of a weight {tuple(self.shape)} are no whole blocks of "
-                    f"{block} that share a scale: shard it over fewer ranks, or store it in FP8"
+                    f"{block} that share a scale: shard it over fewer ranks, or store it in FP8 (O3); to read "
+                    f"them, take them of p.detach().clone()"
                 )
             scale = scale[start // block : (start + payload.numel()) // block]
         with torch.inference_mode(self.is_inference()):  # torch gives a view the version counter of its base

@@ -99,11 +99,15 @@ class Home:
     """Mark of the layer that a weight belongs to, shared by the layer, its weight and views of that.
 
     It counts the values that were written to a weight that only FP8 holds, and warns of what looks like an average.
+
+    Args:
+        name: the layer's, for errors.
     """
 
-    __slots__ = ("num_writes",)
+    __slots__ = ("name", "num_writes")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
         self.num_writes = 0
 
     def note_write(self) -> None:
