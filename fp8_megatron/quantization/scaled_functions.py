@@ -80,7 +80,10 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_view(func):
         return args[0].view_values(func, args[1:], kwargs)
     if written and _name(func) not in _ARITHMETIC:
-        raise NotImplementedError(f"{told}, and would write into it: fill a plain tensor, and copy it with p.copy_(…)")
+        raise NotImplementedError(
+            f"{told}, and would write into it: fill a plain tensor, and copy it with p.copy_(…). If a library puts "
+            f"something of its own in the weight's place, keep the layer a torch.nn.Linear (filter=…)"
+        )
     if not all(tensor.takes_arithmetic for tensor in written):
         raise NotImplementedError(
             f"{told} without a master, as a frozen one is: what the function writes would be rounded to the weight's "
