@@ -5,8 +5,8 @@ through megatron-core's attribute tagging and ``state_dict``. It advertises BF16
 ``.bfloat16()``, ``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy.
 A layer calls `gemm_operand` for the FP8 operand of a GEMM. Where autograd is on, a matrix product with it, or anything
 that autograd would record, raises an error, so that no forward in training decodes a weight unseen. Code that only
-reads it, such as an average of weights or a norm for a log, gets its owner's value. Arithmetic in place writes through the
-owner. Copies of an owned weight are plain tensors of that value. `scaled_functions` says this of each of torch's
+reads it, such as an average of weights or a norm for a log, gets its owner's value. Arithmetic in place writes through
+the owner. Copies of an owned weight are plain tensors of that value. `scaled_functions` says this of each of torch's
 functions.
 
 Views of whole rows are ScaledTensors too, and share memory with their base. torch's ``fully_shard`` cuts a weight into
