@@ -64,7 +64,7 @@ def test_a_layers_work_is_its_gemms() -> None:
         ("", {"has_gpu": False}, "there is no GPU"),
         ("", {"world_size": 4, "node_size": 2}, "of WORLD_SIZE(4) ranks LOCAL_WORLD_SIZE(2) are on this node"),
         ("--recompute-granularity selective", {}, "cannot record recompute_granularity(selective)"),
-        ("--release-gradients --clip-grad 0", {}, "release_gradients updates weights"),
+        ("--release-gradients --clip-grad 0", {}, "the updates of release_gradients"),
         ("--precision te", {}, "Transformer Engine's layers"),
         ("--cuda-graph-warmup-steps 1", {}, "cuda_graph_warmup_steps(1)"),
         ("--global-batch-size 172", {}, "a step has 1032 layers × micro-batches, more than 1024"),
