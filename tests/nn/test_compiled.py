@@ -233,8 +233,9 @@ def test_inductor(recipe: RecipeName) -> None:
     expected = run(model, model, (2, 64), torch.float32, x_needs_grad=True)
     compiled = torch.compile(model, fullgraph=True)
     for ours, theirs in zip(run(model, compiled, (2, 64), torch.float32, x_needs_grad=True), expected, strict=True):
-        # GELU and LayerNorm are fused and sum in another order; an FP8 rounding may then go the other way.
-        torch.testing.assert_close(ours, theirs, rtol=2**-3, atol=2**-4)
+        # GELU and LayerNorm are fused and sum in another order. Then some FP8 roundings go the other way: 28 dB if all
+        # were drawn anew.
+        assert snr_db(ours, theirs) > 45.0
 
 
 def test_a_copy_is_compiled_as_itself() -> None:

@@ -25,7 +25,10 @@ def results_of(folder: Path, *flags: str) -> list[any_model.Result]:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(output.read_text())
     assert report["device"] == "cpu" and "transformers" in report["versions"]
-    return [any_model.Result(**result) for result in report["results"]]
+    names = [result.pop("name") for result in report["results"]]
+    results = [any_model.Result(**result) for result in report["results"]]
+    assert [result.name for result in results] == names
+    return results
 
 
 def test_what_is_measured() -> None:
