@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from functools import partial
 
 import torch
 
 from ..nn.module import FP8Linear
 from ..nn.recomputed import Recomputations
+from .torch_optimizers import look_before_steps
 
 logger = logging.getLogger(__name__)
 
@@ -28,27 +29,17 @@ def warn_of_vain_search(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     layers = [module for module in model.modules() if isinstance(module, FP8Linear)]
     for recomputations in {layer.recomputations for layer in layers}:
         if recomputations is not None:
-            _VainSearch(recomputations, optimizer)
+            look_before_steps(optimizer, partial(_look, recomputations))
 
 
-class _VainSearch:
-    """Hook in front of an optimizer's step, which looks once. It stays: torch iterates over the hooks that it calls, so
-    none may remove itself."""
-
-    def __init__(self, recomputations: Recomputations, optimizer: torch.optim.Optimizer) -> None:
-        self._recomputations: Recomputations | None = recomputations
-        optimizer.register_step_pre_hook(self)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        recomputations = self._recomputations
-        if recomputations is None:
-            return
-        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
-            return
-        self._recomputations = None
-        if not recomputations.were_found:
-            logger.warning(
-                "recompute_activations does nothing: before the first step no trained FP8 layer took the output of "
-                "GELU, SiLU or a product of two tensors of one shape, outside of hooks of saved tensors "
-                "(torch.utils.checkpoint); leave it out"
-            )
+def _look(recomputations: Recomputations, optimizer: torch.optim.Optimizer) -> bool:
+    """Warn if a step has a gradient and nothing was found; whether the step has one."""
+    if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+        return False
+    if not recomputations.were_found:
+        logger.warning(
+            "recompute_activations does nothing: before the first step no trained FP8 layer took the output of "
+            "GELU, SiLU or a product of two tensors of one shape, outside of hooks of saved tensors "
+            "(torch.utils.checkpoint); leave it out"
+        )
+    return True

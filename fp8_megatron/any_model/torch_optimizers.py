@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,20 @@ def take_place_of(optimizer: torch.optim.Optimizer, built: torch.optim.Optimizer
     for hooks in _HOOKS:
         setattr(built, hooks, getattr(optimizer, hooks))  # the same dicts, from which handles remove their hook
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def look_before_steps(optimizer: torch.optim.Optimizer, look: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """Call ``look(optimizer)`` in front of each step, until it returns True.
+
+    The hook stays: torch iterates over the hooks that it calls, so none may remove itself.
+    """
+    looks = [look]
+
+    def hook(stepping: torch.optim.Optimizer, *unused: Any) -> None:
+        if looks and looks[0](stepping):
+            looks.clear()
+
+    optimizer.register_step_pre_hook(hook)
 
 
 def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, str]) -> None:
