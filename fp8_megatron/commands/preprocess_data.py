@@ -244,9 +244,9 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
         print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens of {dtype.__name__}")
     print(f"{seconds:.1f} s: {report.rates()}")
     if num_empty:
-        print(f"{num_empty:,} of the documents are empty: they have no tokens")
+        print(f"empty documents, kept without tokens: {num_empty:,}")
     if num_errors:
-        print(f"left out {num_errors:,} malformed documents, the first: " + "; ".join(errors))
+        print(f"malformed documents, left out: {num_errors:,}; the first: " + "; ".join(errors))
     return 0
 
 

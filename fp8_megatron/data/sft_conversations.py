@@ -79,7 +79,7 @@ def conversations_of(line: bytes, place: str) -> list[Conversation]:
         if all(message["role"] != ANSWERING for message in part):
             raise UserError(f"{place}: no message of the assistant, so there is nothing to learn; remove the line")
         if part[0]["role"] == ANSWERING:
-            raise UserError(f"{place}: the first message is the assistant's, an answer to nothing; remove it")
+            raise UserError(f"{place}: the first message is the assistant's, with no question before it; remove it")
     return [Conversation(part, tools, place) for part in parts]
 
 

@@ -73,7 +73,7 @@ def test_keys_plain_text_and_empty_documents(tokenizer_model, output, tmp_path, 
     decode = build_tokenizer("SentencePieceTokenizer", tokenizer_model).decode
     assert [decode(ids) for ids in read(Path(f"{output}_a_document"))] == ["x = 1", "import os", "import sys\n".strip()]
     assert [decode(ids) for ids in read(Path(f"{output}_b_document"))] == ["def", "return"]
-    assert "1 of the documents are empty: they have no tokens" in capsys.readouterr().out
+    assert "empty documents, kept without tokens: 1" in capsys.readouterr().out
     assert IndexedDataset(f"{output}_a_document").document_indices.tolist() == [0, 1, 1, 2, 3], "it keeps its place"
 
 
@@ -103,7 +103,11 @@ def test_malformed_lines_can_be_left_out(corpus, documents, tokenizer_model, out
     assert run(corpus, bad, output=output, model=tokenizer_model, flags=("--skip-errors",)) == 0
     assert len(read(Path(f"{output}_text_document"))) == len(documents) + 2
     report = capsys.readouterr().out
-    assert "left out 2 malformed documents" in report and "bad.jsonl:2: " in report and "bad.jsonl:3: " in report
+    assert (
+        "malformed documents, left out: 2; the first: " in report
+        and "bad.jsonl:2: " in report
+        and "bad.jsonl:3: " in report
+    )
 
 
 def test_input_without_text_is_an_error(tokenizer_model, output, tmp_path, capsys):
