@@ -132,7 +132,9 @@ class FSDPOptimizer(FP8Optimizer):
         for space in self._plain_spaces():
             for slot in space.space.slots:
                 one = self._sharded_of(slot)
-                if one.mark == self._marks.get(one.name):
+                # Views of a ``DTensor``, as torch.distributed.checkpoint loads into, count no versions. Where FSDP2's
+                # rows are not the master's memory, their values are read at each step.
+                if not one.is_copy and one.mark == self._marks.get(one.name):
                     continue
                 if not one.is_copy and one.local.data_ptr() != one.rows.data_ptr():
                     raise OptimizerError(f"{one.name} has other memory than before: move the model before initialize")
