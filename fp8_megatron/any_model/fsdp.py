@@ -4,7 +4,7 @@
 weight_shards`), and `fp8_megatron.initialize` gives the shards FP8 state:
 
 - Every rank runs the optimizer for its own rows. The rows of a weight lie on all ranks and have one scale: one
-  all-reduce of amaxes a step and param group.
+  all-reduce of amaxes a step and param group. Delayed scales are those of all ranks, too: a checkpoint has one of each.
 - Gradients of FP8 weights cross ranks in FP8 (`fsdp_reduce`).
 - Gradients at rest are torch's: ``p.grad`` is a ``DTensor`` of this rank's rows, so torch's clipping and accumulation
   work as they are. `shard_grads` reads them where they lie.
@@ -48,6 +48,8 @@ class FSDPOptimizer(FP8Optimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sharded: dict[int, ShardedParam] = {}
         self._groups: list[Group] = []
+        #: Along each dimension of the parameters' meshes: a rank meets all ranks of the model by meeting these in turn.
+        self._mesh_groups: list[Group] = []
         #: By name, the `ShardedParam.mark` of a plain parameter when its values were last the master's.
         self._marks: dict[str, tuple[int, int, int]] = {}
         super().__init__(*args, **kwargs)
@@ -69,6 +71,7 @@ class FSDPOptimizer(FP8Optimizer):
             self._sharded[id(one.rows)] = one
             if one.group not in self._groups:
                 self._groups.append(one.group)
+            self._mesh_groups += [group for group in one.mesh_groups if group not in self._mesh_groups]
             self._check_storage(one)
         self._name_state([one.param for one in trained])
         spaces = partition(
@@ -119,12 +122,13 @@ class FSDPOptimizer(FP8Optimizer):
             self._copy_out(space)
 
     def _grad_factor(self) -> Tensor:
-        """See `FP8Optimizer`; NaN on all ranks if it is NaN on one."""
+        """See `FP8Optimizer`; NaN on all ranks if it is NaN on one. Delayed scales become those of all ranks."""
         factor = super()._grad_factor()
         seen = factor * 0.0
-        for group in self._groups:
-            if group.size() > 1:
-                torch.distributed.all_reduce(seen, group=group)
+        for group in self._mesh_groups:
+            torch.distributed.all_reduce(seen, group=group)
+            for history in self._histories:
+                history.share_amaxes(group)
         return factor + seen
 
     def take_written_values(self) -> None:

@@ -68,6 +68,12 @@ class ShardedParam:
         return cls(name, param, rows, not is_even, group, Cut(max(1, width), max(1, stride), rank * width))
 
     @property
+    def mesh_groups(self) -> list[Group]:
+        """Of each dimension of its mesh with several ranks, this rank's group."""
+        mesh = self.param.device_mesh
+        return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+
+    @property
     def local(self) -> Tensor:
         """The rows that FSDP2 gathers from."""
         return self.param._local_tensor

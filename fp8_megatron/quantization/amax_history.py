@@ -228,6 +228,11 @@ class AmaxHistory:
             most_saturated=MOST_SATURATED,
         )
 
+    def share_amaxes(self, group: Group) -> None:
+        """MAX of the amaxes of this step over `group`, behind `examine`. `update` does so with one group."""
+        if self._examined is not None:
+            torch.distributed.all_reduce(self._examined, op=torch.distributed.ReduceOp.MAX, group=group)
+
     def update(self, group: Group | None, grad_norm: Tensor | None = None) -> None:
         """Close a step: MAX of the amaxes over `group`, push them into the history, take the new scales.
 
@@ -249,10 +254,10 @@ class AmaxHistory:
         assert self.history is not None and self._fp_max is not None and self._written is not None
         if self._examined is None:
             self.examine(torch.zeros(1, device=self.record.device))
+        if group is not None and group.size() > 1:
+            self.share_amaxes(group)
         amax, self._examined = self._examined, None
         assert amax is not None
-        if group is not None and group.size() > 1:
-            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
         scales = ops.update_amax_history_(
             amax,
             self.record,

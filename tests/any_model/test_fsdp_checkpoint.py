@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, load, save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import fp8_megatron
@@ -137,12 +138,16 @@ def test_a_gathered_state_dict_loads(ranks: RankPool) -> None:
         assert entry["master_weight_scale"] == (torch.float32, (32,))
 
 
-def delayed_model(group: Group) -> tuple[torch.nn.Module, FP8Optimizer, AmaxHistory]:
+def delayed_model(
+    group: Group, mesh: DeviceMesh | None = None
+) -> tuple[torch.nn.Sequential, FP8Optimizer, AmaxHistory]:
     """The first parameter is a norm's: no whole blocks of it lie on a rank."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
     replace_linears(model, recipe="delayed")
-    fully_shard(model, mesh=cpu_mesh())
+    fully_shard(model, mesh=mesh or cpu_mesh())
+    assert isinstance(model, FSDPModule)
+    model.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
     history = model[1].quantizers.input.history
     assert isinstance(history, AmaxHistory)
@@ -169,6 +174,55 @@ def delayed_scales(group: Group) -> None:
 def test_delayed_scales_are_no_parameters_state(ranks: RankPool) -> None:
     """Their names end as those of the scales of moments do, which are sharded."""
     ranks.run(on_default_group, delayed_scales, num_ranks=2)
+
+
+def delayed_step(model: torch.nn.Module, optimizer: FP8Optimizer, step: int, rank: int, factor: float = 1.0) -> float:
+    """A step on a batch of this rank's own."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+    loss = (model(x) - 0.5).square().mean() * factor
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def delayed_run_resumes(group: Group, folder: str) -> None:
+    model, optimizer, _ = delayed_model(group)
+    for step in range(3):
+        delayed_step(model, optimizer, step, group.rank())
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    losses = [delayed_step(model, optimizer, step, group.rank()) for step in range(3, 6)]
+    other, other_optimizer, _ = delayed_model(group)
+    state = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
+    load(state, checkpoint_id=folder)
+    set_state_dict(other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert [delayed_step(other, other_optimizer, step, group.rank()) for step in range(3, 6)] == losses
+    assert all(map(torch.equal, whole_weights(other).values(), whole_weights(model).values()))
+
+
+def test_delayed_scales_of_ranks_with_other_batches_resume(ranks: RankPool, tmp_path: Path) -> None:
+    """A checkpoint has the scales of one rank."""
+    ranks.run(on_default_group, delayed_run_resumes, str(tmp_path), num_ranks=2)
+
+
+def one_replica_clamps(group: Group) -> tuple[int, dict[str, Tensor], Tensor]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model, optimizer, history = delayed_model(group, mesh)
+    for step in range(4):
+        delayed_step(model, optimizer, step, group.rank(), 1e4 if (step, group.rank()) == (2, 1) else 1.0)
+    assert history.scale is not None
+    return optimizer.num_skipped_steps, whole_weights(model), history.scale
+
+
+def test_replicas_of_hsdp_skip_the_same_steps(ranks: RankPool) -> None:
+    """A cast of one replica clamps its gradients. They are finite, so only that replica sees it."""
+    (skipped, weights, scale), (others, other_weights, other_scale) = ranks.run(
+        on_default_group, one_replica_clamps, num_ranks=2
+    )
+    assert skipped == others == 1
+    assert torch.equal(scale, other_scale)
+    assert all(map(torch.equal, weights.values(), other_weights.values()))
 
 
 def test_a_cut_block_decodes() -> None:
