@@ -187,9 +187,8 @@ def _as_strided(
 
 
 def _clone(func: Any, tensor: ScaledTensor, *, memory_format: Any = None) -> Tensor:
-    if tensor.owner is not None:
-        return tensor.value_here().to(tensor.dtype)
-    return tensor.like(tensor.payload.clone(), tensor.scale.clone())
+    """A plain tensor, which takes arithmetic and whose bits are its values."""
+    return tensor.value_here().to(tensor.dtype)
 
 
 def _empty_like(func: Any, tensor: ScaledTensor, *, device: Any = None, **kwargs: Any) -> ScaledTensor:

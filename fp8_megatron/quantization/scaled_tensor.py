@@ -6,8 +6,8 @@ through megatron-core's attribute tagging and ``state_dict``. It advertises BF16
 A layer calls `gemm_operand` for the FP8 operand of a GEMM. Where autograd is on, a matrix product with it, or anything
 that autograd would record, raises an error, so that no forward in training decodes a weight unseen. Code that only
 reads it, such as an average of weights or a norm for a log, gets its owner's value. Arithmetic in place writes through
-the owner. Copies of an owned weight are plain tensors of that value. `scaled_functions` says this of each of torch's
-functions.
+the owner. Clones, and all copies of an owned weight, are plain tensors of that value. `scaled_functions` says this of
+each of torch's functions.
 
 Views of whole rows are ScaledTensors too, and share memory with their base. torch's ``fully_shard`` cuts a weight into
 such parts and gathers them as they are stored (`weight_shards`): one byte an element for E4M3.

@@ -88,12 +88,24 @@ def test_casting_a_module_leaves_payload_and_attributes_alone(make: Maker, cast:
 
 
 @STORAGES
-def test_detach_shares_and_clone_copies(make: Maker) -> None:
+def test_detach_shares_and_clone_is_plain(make: Maker) -> None:
     param = torch.nn.Parameter(make(random_matrix(64, 32)))
-    detached, cloned = param.detach(), param.detach().clone()
+    detached, cloned, before = param.detach(), param.detach().clone(), bits(param)
     assert detached.payload is param.payload and not detached.requires_grad
-    assert cloned.payload.data_ptr() != param.payload.data_ptr() and bits(cloned) == bits(param)
-    assert bits(copy.deepcopy(param)) == bits(param)
+    assert type(cloned) is Tensor and torch.equal(cloned, param.dequantize(torch.bfloat16))
+    assert bits(copy.deepcopy(param)) == before
+    cloned.add_(1.0)
+    assert bits(param) == before
+
+
+def test_what_errors_of_views_advise_works() -> None:
+    weight = fp16_blockwise(random_matrix(64, 32))
+    with pytest.raises(NotImplementedError, match=r"view those of p.detach\(\).clone\(\)"):
+        weight.view(torch.int16)
+    assert torch.equal(weight.clone().view(torch.int16), weight.dequantize(weight.dtype).view(torch.int16))
+    with pytest.raises(NotImplementedError, match=r"take them of p.detach\(\).clone\(\)"):
+        weight.split(3)
+    assert torch.equal(weight.clone().split(3)[1], weight.dequantize(weight.dtype)[3:6])
 
 
 def test_dequantize_of_one_scale_and_of_blocks() -> None:
