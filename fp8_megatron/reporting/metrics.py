@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from array import array
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -92,6 +93,7 @@ class MetricsLogger:
         is_writer: bool,
         total_iterations: int,
         batches: BatchSchedule | None = None,
+        left_out: Collection[int] = (),
         resume_iteration: int = 0,
         replaces_other_run: bool = False,
         peak_flops: float | None = None,
@@ -101,6 +103,7 @@ class MetricsLogger:
 
         Args:
             batches: samples of each step, for the time that is left; None: all steps have one batch.
+            left_out: iterations that are no steps (--iterations-to-skip).
             resume_iteration: last iteration before this session; metrics.jsonl is cut after it. 0: a new run.
             replaces_other_run: older files of `output_dir` are another run's: they are renamed, and nothing goes on
                 from them.
@@ -111,6 +114,7 @@ class MetricsLogger:
         self._log_interval = config.log_interval
         self._total_iterations = total_iterations
         self._batches = batches
+        self._left_out = sorted(left_out)
         self._resume_iteration = resume_iteration
         self._kept_until = 0 if replaces_other_run else resume_iteration
         self._peak_flops = peak_flops
@@ -129,7 +133,9 @@ class MetricsLogger:
         self._sinks = open_sinks(config, output_dir, resume_iteration=self._kept_until, run_config=run_config)
         self._written = [str(self._file.path), *(sink.destination for sink in self._sinks)]
         if wants_progress_bar(config):
-            self._progress = ProgressBar(total=total_iterations, completed=resume_iteration)
+            self._progress = ProgressBar(
+                total=self._steps_to(total_iterations), completed=self._steps_to(resume_iteration)
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +155,7 @@ class MetricsLogger:
         if due or first or not math.isfinite(metrics.loss):
             logger.info("%s", self._step_line(metrics))
         if self._progress is not None:
-            self._progress.update(metrics.iteration, metrics.loss)
+            self._progress.update(self._steps_to(metrics.iteration), metrics.loss)
 
     def log_eval(self, metrics: EvalMetrics) -> None:
         """Record and show one validation or test. A run that is started again at its end replaces its last ones."""
@@ -180,19 +186,17 @@ class MetricsLogger:
         self._health_file.append(sample.record())
         self._send(sample.scalars(), sample.iteration)
 
-    def summary(self, *, reached: int | None = None, left_out: Iterable[int] = ()) -> str:
+    def summary(self, *, reached: int | None = None) -> str:
         """A readable summary of the run so far; empty on ranks that write nothing.
 
         Args:
             reached: the iteration that the run stands at. Default: that of the last step.
-            left_out: iterations that are no steps (--iterations-to-skip).
         """
         if not self._is_writer:
             return ""
         last = self._history.last
         reached = reached or (self._resume_iteration if last is None else last.iteration)
-        num_left_out = sum(iteration <= reached for iteration in left_out)
-        rows = [("steps", self._steps_text(reached, num_left_out)), *self._history.summary_rows(self._peak_flops)]
+        rows = [("steps", self._steps_text(reached)), *self._history.summary_rows(self._peak_flops)]
         width = max(len(name) for name, _ in rows) + 3
         lines = [f"  {name:<{width}}{value}" for name, value in rows]
         lines.append(f"  {'written':<{width}}{self._written[0]}")
@@ -211,27 +215,40 @@ class MetricsLogger:
         while self._sinks:
             self._sinks.pop().close()
 
-    def _steps_text(self, reached: int, num_left_out: int) -> str:
+    def _steps_to(self, iteration: int) -> int:
+        """Iterations up to `iteration` that are steps."""
+        return iteration - bisect_right(self._left_out, iteration)
+
+    def _steps_text(self, reached: int) -> str:
         """How far the run is, what of it is this session's, and what was left out."""
+        num_left_out = reached - self._steps_to(reached)
         resumed, num_steps = self._resume_iteration, self._history.num_session_steps
         notes = [f"{num_steps or 'none'} in this session, resumed at {resumed}"] if resumed else []
         notes += [f"{num_left_out} left out by --iterations-to-skip"] if num_left_out else []
         return f"{reached} of {self._total_iterations}" + (f" ({'; '.join(notes)})" if notes else "")
 
     def _step_line(self, metrics: StepMetrics) -> str:
-        left = self._total_iterations - metrics.iteration
         grows = self._batches is not None and not self._batches.is_constant
-        eta_seconds = self._history.seconds_per_step() * left
-        if grows:
-            assert self._batches is not None
-            eta_seconds = self._history.seconds_per_sample() * self._batches.num_samples(left, metrics.consumed_samples)
         return step_line(
             metrics,
             self._total_iterations,
             peak_flops=self._peak_flops,
-            eta_seconds=eta_seconds,
+            eta_seconds=self._seconds_left(metrics),
             shows_batch=grows,
         )
+
+    def _seconds_left(self, metrics: StepMetrics) -> float:
+        """From a step to the run's end. Iterations that are left out take no time, and pass over their samples."""
+        done, end, batches = metrics.iteration, self._total_iterations, self._batches
+        if batches is None or batches.is_constant:
+            return self._history.seconds_per_step() * (self._steps_to(end) - self._steps_to(done))
+
+        def samples_to(iteration: int) -> int:
+            assert batches is not None
+            return batches.num_samples(iteration - done, metrics.consumed_samples)
+
+        passed_over = (samples_to(one) - samples_to(one - 1) for one in self._left_out if done < one <= end)
+        return self._history.seconds_per_sample() * (samples_to(end) - sum(passed_over))
 
     def _open_health_file(self) -> MetricsFile:
         return MetricsFile(self._health_path, resume_iteration=self._kept_until)

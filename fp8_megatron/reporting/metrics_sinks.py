@@ -153,7 +153,7 @@ class ProgressBar:
     """A bar with the remaining time on stderr's last line. Log lines are printed above it."""
 
     def __init__(self, *, total: int, completed: int) -> None:
-        """Show the bar, with `completed` iterations already done."""
+        """Show the bar, with `completed` of `total` steps already done."""
         # soft_wrap: the terminal wraps a long log line, so that it stays one line when copied.
         console = Console(stderr=True, force_terminal=True, soft_wrap=True)
         self._progress = Progress(
@@ -175,9 +175,9 @@ class ProgressBar:
         self._progress.start()
         self._redirected = _redirect_log_handlers(dict(zip(before, (sys.stdout, sys.stderr), strict=True)))
 
-    def update(self, iteration: int, loss: float) -> None:
-        """Move the bar to `iteration`."""
-        self._progress.update(self._task, completed=iteration, loss=f"{loss:.4f}")
+    def update(self, completed: int, loss: float) -> None:
+        """Move the bar to `completed` steps."""
+        self._progress.update(self._task, completed=completed, loss=f"{loss:.4f}")
 
     def close(self) -> None:
         """Remove the bar and restore the log handlers' streams. Further calls do nothing."""

@@ -92,6 +92,7 @@ class RunReport:
             is_writer=self._is_writer,
             total_iterations=total_iterations,
             batches=config.batch_schedule(topology.world_size),
+            left_out=config.training.left_out,
             resume_iteration=resume_iteration,
             replaces_other_run=replaces_other_run,
             peak_flops=self._peak_flops,
@@ -155,7 +156,7 @@ class RunReport:
         """
         if not self._is_writer:
             return
-        summary = self._metrics.summary(reached=reached, left_out=self._config.training.left_out)
+        summary = self._metrics.summary(reached=reached)
         self._metrics.close()
         model = self._config.model
         title = f"GPT, {model.num_layers} layers × {model.hidden_size}, {self._config.precision.level}"

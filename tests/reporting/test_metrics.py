@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fp8_megatron.config.batch_schedule import BatchSchedule
 from fp8_megatron.config.schema import LoggingConfig
 from fp8_megatron.reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics, step_line
 from fp8_megatron.reporting.metrics_file import read_records
@@ -223,18 +224,45 @@ def test_a_validation_that_is_done_again_replaces_the_first(tmp_path: Path) -> N
     assert "best validation loss   3.0000" in summary and list(tmp_path.iterdir()) == [path]
 
 
+def eta(folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
+    """What the line of the first of ten steps, which takes 1.5 s, says of the others."""
+    caplog.clear()
+    caplog.set_level(logging.INFO, logger="fp8_megatron")
+    with open_logger(folder, total_iterations=10, **settings) as metrics_logger:
+        metrics_logger.log_step(step(1))
+    return caplog.records[-1].getMessage().rpartition("ETA ")[2]
+
+
+def test_iterations_that_are_left_out_take_no_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert eta(tmp_path / "all", caplog) == "0:00:14"  # 9 · 1.5 s, rounded half to even
+    assert eta(tmp_path / "some", caplog, left_out=(1, 3, 10, 11)) == "0:00:10"  # 7 · 1.5 s
+    # 8 samples up to the third iteration, 16 in the others.
+    batches = BatchSchedule(((0, 8), (24, 16)))
+    assert eta(tmp_path / "ramp", caplog, batches=batches) == "0:00:24"  # 2 + 7 · 2 times 1.5 s
+    assert eta(tmp_path / "both", caplog, batches=batches, left_out=(3, 4)) == "0:00:20"  # 1 + 6 · 2 times 1.5 s
+
+
+def test_the_bar_reaches_its_end_behind_what_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
+    config = replace(QUIET, progress="on")
+    with open_logger(tmp_path, config, total_iterations=5, resume_iteration=1, left_out=(1, 3, 5)) as metrics_logger:
+        for iteration in (2, 4):
+            metrics_logger.log_step(step(iteration))
+    assert "2/2" in terminal.getvalue()
+
+
 def test_the_summary_says_what_was_left_out(tmp_path: Path) -> None:
     """Of the last iterations too, which are no steps; those that the run has not reached are not counted."""
     left_out = (3, 6, 8)
-    with open_logger(tmp_path / "whole", total_iterations=6) as metrics_logger:
+    with open_logger(tmp_path / "whole", total_iterations=6, left_out=left_out) as metrics_logger:
         for iteration in (1, 2, 4, 5):
             metrics_logger.log_step(step(iteration))
-        rows = metrics_logger.summary(reached=6, left_out=left_out).splitlines()
+        rows = metrics_logger.summary(reached=6).splitlines()
     assert rows[1].split(maxsplit=1) == ["steps", "6 of 6 (2 left out by --iterations-to-skip)"]
-    with open_logger(tmp_path / "resumed", total_iterations=6, resume_iteration=4) as metrics_logger:
-        rows = metrics_logger.summary(reached=4, left_out=left_out).splitlines()
+    with open_logger(tmp_path / "resumed", total_iterations=6, resume_iteration=4, left_out=left_out) as metrics_logger:
+        rows = metrics_logger.summary(reached=4).splitlines()
         metrics_logger.log_step(step(5))
-        after = metrics_logger.summary(reached=6, left_out=left_out).splitlines()
+        after = metrics_logger.summary(reached=6).splitlines()
     notes = "in this session, resumed at 4"
     assert rows[1].split(maxsplit=1)[1] == f"4 of 6 (none {notes}; 1 left out by --iterations-to-skip)"
     assert after[1].split(maxsplit=1)[1] == f"6 of 6 (1 {notes}; 2 left out by --iterations-to-skip)"
