@@ -158,7 +158,11 @@ class MetricsLogger:
             self._progress.update(self._steps_to(metrics.iteration), metrics.loss)
 
     def log_eval(self, metrics: EvalMetrics) -> None:
-        """Record and show one validation or test. A run that is started again at its end replaces its last ones."""
+        """Record and show one validation or test.
+
+        A run that is started again at its end replaces its last ones in metrics.jsonl. Sinks, which replace nothing,
+        keep the first.
+        """
         if not self._is_writer:
             return
         is_again = self._history.add_eval(metrics)
@@ -167,8 +171,8 @@ class MetricsLogger:
             self._file.replace_eval(record)
         else:
             self._file.append(record)
-        scalars = {f"{metrics.split}/loss": metrics.loss, f"{metrics.split}/perplexity": metrics.perplexity}
-        self._send(scalars, metrics.iteration)
+            scalars = {f"{metrics.split}/loss": metrics.loss, f"{metrics.split}/perplexity": metrics.perplexity}
+            self._send(scalars, metrics.iteration)
         logger.info(
             "iter %s | %s loss %.4f | perplexity %.2f",
             _progress_count(metrics.iteration, self._total_iterations),

@@ -224,6 +224,21 @@ def test_a_validation_that_is_done_again_replaces_the_first(tmp_path: Path) -> N
     assert "best validation loss   3.0000" in summary and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_validation_that_is_done_again_is_one_point_of_a_sink(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = replace(QUIET, tensorboard=True)
+    for resume_iteration, loss in ((0, 2.0), (1, 3.0)):
+        with open_logger(tmp_path, config, resume_iteration=resume_iteration) as metrics_logger:
+            if resume_iteration == 0:
+                metrics_logger.log_step(step(1))
+            for split in ("valid", "test"):
+                metrics_logger.log_eval(EvalMetrics.from_loss(1, split, loss))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for name in ("valid/loss", "test/loss"):
+        assert [(event.step, event.value) for event in events.Scalars(name)] == [(1, 2.0)]
+
+
 def eta(folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
     """What the line of the first of ten steps, which takes 1.5 s, says of the others."""
     caplog.clear()
