@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..device.group import Group
-from ..formats import LEVELS
+from ..formats import LEVELS, STATE_BLOCK
 from ..nn.module import FP8Linear
 from ..optimizer.written_weights import write_weight
 from ..quantization.scaled_tensor import ScaledTensor
@@ -98,12 +98,19 @@ class FSDPOptimizer(FP8Optimizer):
         return Sharing(Replicas.of(None, rows.device), scaled_with=self._sharded[id(rows)].group)
 
     def _check_storage(self, one: ShardedParam) -> None:
-        """Check that a weight is stored as the level says, or in more bits than FP8."""
-        wanted = self._storage.formats.weight.torch_dtype
+        """Check that a weight is stored as the level says, or in more bits than FP8, and in whole blocks."""
+        weight = self._storage.formats.weight
+        wanted = weight.torch_dtype
         if isinstance(one.rows, ScaledTensor) and one.rows.payload.dtype not in (wanted, torch.float16):
             raise OptimizerError(
                 f"{one.name} is stored in {one.rows.payload.dtype}, and this opt_level stores weights in {wanted}: "
                 f"choose the storage before fully_shard, replace_linears(model, weight=…)"
+            )
+        if isinstance(one.rows, ScaledTensor) and weight.is_scaled and one.rows.numel() % STATE_BLOCK:
+            raise OptimizerError(
+                f"{one.name} {tuple(one.param.shape)} over {one.group.size()} ranks leaves {one.rows.numel()} elements "
+                f"for each, no whole blocks of {STATE_BLOCK} as this opt_level stores: use O3 or fewer ranks, or keep "
+                f"the layer out of replace_linears with its filter"
             )
 
     def _param_of(self, slot: Slot) -> Tensor:

@@ -294,6 +294,20 @@ def test_errors_name_the_fix(ranks: RankPool) -> None:
             assert part in message
 
 
+def cut_blocks(group: Group) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
+    replace_linears(model, weight=StorageDtype.FP16)
+    fully_shard(model, mesh=cpu_mesh())
+    with pytest.raises(
+        UserError, match=r"0.weight \(16, 16\) over 2 ranks leaves 128 elements for each, no whole blocks"
+    ):
+        fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+
+
+def test_cut_blocks_are_an_error(ranks: RankPool) -> None:
+    ranks.run(on_default_group, cut_blocks, num_ranks=2)
+
+
 def keeps_values(group: Group) -> tuple[bool, bool, bool]:
     """Weights sharded in FP16 and trained at O3: whether the masters have their values, whether the layers compute
     with FP8, and whether the FP16 memory is gone."""
