@@ -82,8 +82,8 @@ class ScaledTensor(Decoded):
 
     @classmethod
     def quantize(cls, value: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> ScaledTensor:
-        """E4M3 with one scale from the amax of `value` (any float dtype, 2-D)."""
-        payload, _, scale = ops.quantize_current(value.detach(), E4M3)
+        """E4M3 with one scale from the amax of `value` (any float dtype, 2-D), a power of two: see `assign`."""
+        payload, _, scale = ops.quantize_current(value.detach(), E4M3, power_of_two=True)
         return cls(payload, scale, dtype=dtype)
 
     @property
@@ -203,6 +203,9 @@ class ScaledTensor(Decoded):
     def assign(self, value: Tensor) -> None:
         """Take on new values in place, rounded to the tensor's own storage format; an owner does so itself.
 
+        The scale of an FP8 weight without an owner is a power of two, whoever sets it. So its values are exact in 16
+        bits, and an FP8 weight that takes them, whole or in parts on any number of ranks, has them without rounding.
+
         Args:
             value: of the tensor's shape and any float dtype. Its scales are taken over if its format is the same.
         """
@@ -227,7 +230,7 @@ class ScaledTensor(Decoded):
         elif self._part is None:
             if self.home is not None:
                 self.home.note_write()
-            self._quantize_(self._payload, plain, power_of_two=False)
+            self._quantize_(self._payload, plain)
         else:
             self._write_part(self._part, plain)
 
@@ -244,20 +247,20 @@ class ScaledTensor(Decoded):
     def _write_part(self, part: Part, plain: Tensor) -> None:
         """Write rows of an FP8 weight. Rows that share their memory and their scale move to the new scale."""
         if self._owns_scale():
-            self._quantize_(self._payload, plain, power_of_two=True)
+            self._quantize_(self._payload, plain)
         else:
             values = ops.decode(part.root, self._scale)
             start = self._payload.storage_offset() - part.root.storage_offset()
             values.as_strided(self._payload.shape, self._payload.stride(), start).copy_(plain)
-            self._quantize_(part.root, values, power_of_two=True)
+            self._quantize_(part.root, values)
         part.is_zero = False
         part.scales_alone = True
 
-    def _quantize_(self, payload: Tensor, plain: Tensor, *, power_of_two: bool) -> None:
+    def _quantize_(self, payload: Tensor, plain: Tensor) -> None:
         if plain.numel() == 0:
             return
         flat = plain.reshape(1, -1)
-        quantized, _, scale = ops.quantize_current(flat, payload.dtype, power_of_two=power_of_two)
+        quantized, _, scale = ops.quantize_current(flat, payload.dtype, power_of_two=True)
         payload.copy_(quantized.view(payload.shape))
         self._scale.copy_(scale)
 

@@ -206,6 +206,37 @@ def test_delayed_scales_of_ranks_with_other_batches_resume(ranks: RankPool, tmp_
     ranks.run(on_default_group, delayed_run_resumes, str(tmp_path), num_ranks=2)
 
 
+def frozen_model(group: Group) -> tuple[torch.nn.Module, FP8Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    model[0].requires_grad_(False)
+    replace_linears(model)
+    fully_shard(model, mesh=cpu_mesh())
+    return fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+
+
+def save_frozen(group: Group, folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model, _ = frozen_model(group)
+    save(model.state_dict(), checkpoint_id=folder)
+    return whole_weights(model)
+
+
+def load_frozen(group: Group, folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    model, _ = frozen_model(group)
+    state = model.state_dict()
+    load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+    return whole_weights(model)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_frozen_weight_is_restored(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    saved = ranks.run(on_default_group, save_frozen, str(tmp_path), num_ranks=2)[0]
+    for loaded in ranks.run(on_default_group, load_frozen, str(tmp_path), num_ranks=num_ranks):
+        assert torch.equal(loaded["0.weight"], saved["0.weight"])
+
+
 def one_replica_clamps(group: Group) -> tuple[int, dict[str, Tensor], Tensor]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model, optimizer, history = delayed_model(group, mesh)

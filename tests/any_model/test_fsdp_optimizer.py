@@ -18,7 +18,7 @@ from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.fsdp import build_sharded_optimizer
 from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
 from fp8_megatron.errors import UserError
-from fp8_megatron.formats import E4M3, LEVELS, StorageDtype
+from fp8_megatron.formats import E4M3, LEVELS, STATE_BLOCK, StorageDtype
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.harness.ranks import RankPool, on_default_group
 
@@ -142,13 +142,16 @@ def one_rank(ranks: RankPool) -> Any:
     ],
 )
 def test_equals_one_rank(ranks: RankPool, one_rank: Any, opt_level: str, dtype: torch.dtype, num_ranks: int) -> None:
-    """Means of two or four equal BF16 gradients are exact, so nothing may differ."""
+    """Means of two or four equal BF16 gradients are exact, so nothing may differ. Matrices of which a rank has no whole
+    blocks are rounded in other blocks: an FP32 weight by less than its last bit a step."""
     losses, weights = one_rank(opt_level, dtype)
     assert losses[3] < 0.75 * losses[0], losses  # the first batch once more
     for other_losses, other_weights in ranks.run(on_default_group, train, opt_level, dtype, num_ranks=num_ranks):
         assert other_losses == losses
         for name, weight in weights.items():
-            assert torch.equal(other_weights[name], weight), name
+            is_cut = weight.ndim > 1 and weight.numel() // num_ranks % STATE_BLOCK and dtype == torch.float32
+            differences = (other_weights[name] - weight).abs()
+            assert differences.max() <= (6 * 2.0**-24 if is_cut else 0.0), name
 
 
 def _recomputes(

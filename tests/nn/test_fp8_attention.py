@@ -6,6 +6,7 @@ value, and of three output gradients add theirs.
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from fp8_megatron.collectives.scale_sync import max_over_group_
 from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.device.group import Group
+from fp8_megatron.formats import E4M3
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.attention import AttentionParams, fp8_norm_attention
 from fp8_megatron.nn.gemms import LinearParams
@@ -37,6 +39,12 @@ WIDTHS = (HEADS // GROUPS * WIDTH, WIDTH, WIDTH)
 KINDS = ("plain", "rope", "qk_norm")
 
 
+def trained_weight(value: Tensor) -> ScaledTensor:
+    """With a scale as masters give it, which is no power of two."""
+    payload, _, scale = ops.quantize_current(value, E4M3)
+    return ScaledTensor(payload, scale)
+
+
 class Layer:
     """Its casts, weights and random operands. The ranks of `group` share its sequences."""
 
@@ -56,8 +64,8 @@ class Layer:
         )
         self.linear_quantizers = recipe.linear_quantizers(), recipe.linear_quantizers()
         self.history.allocate(torch.device("cpu"))
-        self.qkv = ScaledTensor.quantize(random(GROUPS * sum(WIDTHS), HIDDEN) / math.sqrt(HIDDEN))
-        self.proj = ScaledTensor.quantize(random(HIDDEN, HEADS * WIDTH) / math.sqrt(HEADS * WIDTH))
+        self.qkv = trained_weight(random(GROUPS * sum(WIDTHS), HIDDEN) / math.sqrt(HIDDEN))
+        self.proj = trained_weight(random(HIDDEN, HEADS * WIDTH) / math.sqrt(HEADS * WIDTH))
         self.norm_weight = (1 + 0.2 * random(HIDDEN)).bfloat16()
         self.qkv_bias = (0.2 * random(GROUPS * sum(WIDTHS))).bfloat16()
         table = cos_sin_table(rope_frequencies(WIDTH, 100), SEQ)
@@ -88,7 +96,7 @@ class Layer:
     def operands(self) -> list[Tensor]:
         """What `forward` takes, as new leaves."""
         own = [self.x, self.norm_weight, self.qkv, self.proj, self.qkv_bias, *self.head_weights]
-        return [value.detach().clone().requires_grad_() for value in own]
+        return [copy.deepcopy(value.detach()).requires_grad_() for value in own]
 
     def step(self) -> list[Tensor]:
         """The output, and the gradient of every operand."""

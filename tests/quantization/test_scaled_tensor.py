@@ -98,6 +98,21 @@ def test_detach_shares_and_clone_is_plain(make: Maker) -> None:
     assert bits(param) == before
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_an_fp8_weight_takes_values_of_another_as_they_are(ranks: int) -> None:
+    """By BF16 too, and by parts, as a checkpoint of a frozen weight is loaded on other ranks."""
+    weight, other = (ScaledTensor.quantize(factor * random_matrix(64, 32)) for factor in (0.3, 7.0))
+    values = weight.dequantize()
+    assert torch.equal(values, weight.dequantize(torch.bfloat16).float())
+    with torch.no_grad():
+        for own, given in zip(other.new_zeros(other.shape).split(64 // ranks), values.split(64 // ranks), strict=True):
+            part = own.new_zeros(own.shape)[:]  # memory of its own, as under fully_shard
+            part.copy_(given.bfloat16())
+            assert torch.equal(part.dequantize(), given)
+        other.copy_(values.bfloat16())
+    assert bits(other) == bits(weight)
+
+
 def test_what_errors_of_views_advise_works() -> None:
     weight = fp16_blockwise(random_matrix(64, 32))
     with pytest.raises(NotImplementedError, match=r"view those of p.detach\(\).clone\(\)"):
@@ -129,8 +144,9 @@ def test_gemm_operand_is_the_weight_itself_or_quantised_now() -> None:
     assert operand.payload is fp8.payload and operand.scale is fp8.scale
     fp16 = fp16_blockwise(value)
     operand = fp16.gemm_operand(Format(E4M3))
-    expected = ScaledTensor.quantize(fp16.dequantize())
-    assert operand.payload.dtype == E4M3 and bits(ScaledTensor(operand.payload, operand.scale)) == bits(expected)
+    payload, _, scale = ops.quantize_current(fp16.dequantize(), E4M3)
+    assert operand.payload.dtype == E4M3
+    assert bits(ScaledTensor(operand.payload, operand.scale)) == bits(ScaledTensor(payload, scale))
 
 
 @STORAGES
