@@ -243,10 +243,17 @@ class FP8Optimizer(torch.optim.Optimizer):
         """
         if self._replication is None:
             return
-        self._whole.drop_consolidated()
+        self._drop_consolidated()
         with torch.no_grad():
             self._prepare_to_collect()
             self._whole.consolidate(self.param_groups, keeps=to is None or to == self._replication.group.rank())
+        self._replication.keeper = to
+
+    def _drop_consolidated(self) -> None:
+        """A value is about to change: all replicas are needed again for the state."""
+        self._whole.drop_consolidated()
+        if self._replication is not None:
+            self._replication.keeper = None
 
     def _prepare_to_collect(self) -> None:
         """Meet the other replicas, and bring the masters up to date."""
@@ -283,7 +290,7 @@ class FP8Optimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         check_options(state_dict["param_groups"])
-        self._whole.drop_consolidated()
+        self._drop_consolidated()
         self._start_anew()
         self.take_written_values()  # a shard's master would overwrite them
         self._whole.load(state_dict, self.param_groups, self._see)
@@ -312,7 +319,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._check_groups()
         self._check_frozen()
         self._check_ranks()
-        self._whole.drop_consolidated()
+        self._drop_consolidated()
         self._start_anew()
         self.take_written_values()
         used = [space.grads.settle() for space in self._spaces]

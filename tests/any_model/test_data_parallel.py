@@ -369,6 +369,30 @@ def test_one_rank_saves_what_was_consolidated(ranks: RankPool) -> None:
     assert len(equal) > 20 and all(equal)
 
 
+def _read_by_all(group: Group) -> list[str]:
+    """What every rank is told that reads state after rank 0 alone has it."""
+    model, optimizer = build("O3")
+    optimizer.consolidate_state_dict()
+    errors = []
+    for read in (model.state_dict, optimizer.state_dict):
+        try:
+            read()
+        except data_parallel.ReplicaError as error:
+            errors.append(str(error))
+    optimizer.consolidate_state_dict(to=None)
+    model.state_dict()
+    model(torch.arange(32)).square().sum().backward()
+    optimizer.step()
+    model.state_dict()
+    return errors
+
+
+def test_other_ranks_do_not_wait_for_the_one_that_has_all_state(ranks: RankPool) -> None:
+    first, second = ranks.run(on_default_group, _read_by_all, num_ranks=2)
+    assert first == [] and len(second) == 2
+    assert "optimizer.state_dict() on rank 1: since consolidate_state_dict, rank 0 alone has the state" in second[1]
+
+
 def _copied_by_one(group: Group, level: str) -> tuple[dict[str, Tensor], ...]:
     """Values of rank 0's copy, after three steps of its average, beside the masters and the stored weights."""
     data_parallel._PATIENCE = timedelta(seconds=2)
