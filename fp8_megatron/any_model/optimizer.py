@@ -18,7 +18,7 @@ How it fits together:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
@@ -229,14 +229,16 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     @property
     def is_consolidated(self) -> bool:
-        """Whether this rank has the whole state of the last step (`consolidate_state_dict`)."""
+        """Whether this rank has the whole state, as it is now (`consolidate_state_dict`)."""
+        if self._whole.has_changed or next(self._written_plain(), None) is not None:
+            self._drop_consolidated()
         return self._whole.is_consolidated
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather all state on one replica, on the CPU; called by every replica.
 
-        Until the next step that replica reads the state dicts of the optimizer and of the model without the others.
-        With one replica nothing is to be done.
+        Until the next step or write that replica reads the state dicts of the optimizer and of the model without the
+        others. With one replica nothing is to be done.
 
         Args:
             to: the replica's rank among the replicas; None: all of them.
@@ -429,21 +431,26 @@ class FP8Optimizer(torch.optim.Optimizer):
 
         `step` does so. Memory that was exchanged (``param.data = …``) is exchanged back, with its values.
         """
+        for space, index in self._written_plain():
+            slot, seen = space.space.slots[index], space.seen[index]
+            param = slot.param
+            if param.dtype != space.space.dtype or param.device != space.space.device:
+                raise OptimizerError(
+                    f"{slot.name} was {space.space.dtype} on {space.space.device} when the optimizer was built and "
+                    f"is {param.dtype} on {param.device}: convert or move the model before initialize"
+                )
+            value = param.detach()
+            if param.data_ptr() != seen[0]:
+                param.data = alone(slot.slice(space.state.weight.payload))
+            write_weight(space.state, slot, value)
+            space.seen[index] = (param.data_ptr(), param._version)
+
+    def _written_plain(self) -> Iterator[tuple[ModelSpace, int]]:
+        """The space and the index of each plain parameter that was written to since `_see`."""
         for space in self._spaces:
             for index, (slot, seen) in enumerate(zip(space.space.slots, space.seen, strict=False)):
-                param = slot.param
-                if (param.data_ptr(), param._version) == seen:
-                    continue
-                if param.dtype != space.space.dtype or param.device != space.space.device:
-                    raise OptimizerError(
-                        f"{slot.name} was {space.space.dtype} on {space.space.device} when the optimizer was built and "
-                        f"is {param.dtype} on {param.device}: convert or move the model before initialize"
-                    )
-                value = param.detach()
-                if param.data_ptr() != seen[0]:
-                    param.data = alone(slot.slice(space.state.weight.payload))
-                write_weight(space.state, slot, value)
-                space.seen[index] = (param.data_ptr(), param._version)
+                if (slot.param.data_ptr(), slot.param._version) != seen:
+                    yield space, index
 
     def _see(self, space: ModelSpace) -> None:
         """The values that plain parameters have are their masters'."""

@@ -59,6 +59,7 @@ class WholeState:
         self._histories = histories
         self._transposed = frozenset(transposed)
         self._consolidated: Entries | None = None
+        self._num_writes = 0
 
     def names(self) -> StateNames:
         """All that a state dict may have of a parameter."""
@@ -135,6 +136,11 @@ class WholeState:
         """Whether this rank has the whole state of the last step."""
         return self._consolidated is not None
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether an FP8 weight was written since `consolidate`. All replicas say the same."""
+        return self._count_writes() != self._num_writes
+
     def consolidate(self, groups: Groups, *, keeps: bool) -> None:
         """Collect the state of all replicas; called by every one. `drop_consolidated` ends it.
 
@@ -142,6 +148,7 @@ class WholeState:
             keeps: whether this rank keeps it, on the CPU, and has `state_dict` without the others.
         """
         entries = self._collect(groups)
+        self._num_writes = self._count_writes()
         if not keeps:
             return
         self._consolidated = entries
@@ -159,6 +166,9 @@ class WholeState:
             for param in self._weights():
                 if isinstance(param.owner, MasterWeight):
                     param.owner.consolidated = None
+
+    def _count_writes(self) -> int:
+        return sum(param.owner.num_writes for param in self._weights() if isinstance(param.owner, MasterWeight))
 
     def _weights(self) -> Iterator[ScaledTensor]:
         """The weights that a master owns."""

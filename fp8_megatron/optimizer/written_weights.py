@@ -21,10 +21,12 @@ class MasterWeight:
         self._slot = slot
         #: A copy of the whole master, in the parameter's shape, until it changes; then nothing is gathered.
         self.consolidated: Tensor | None = None
+        self.num_writes = 0
 
     def write(self, value: Tensor) -> None:
         """See `WeightOwner.write`."""
         self.consolidated = None
+        self.num_writes += 1
         write_weight(self._state, self._slot, value)
 
     def value(self) -> Tensor:
