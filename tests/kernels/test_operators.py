@@ -38,8 +38,9 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     x, weight, vector = torch.randn(T, K).bfloat16(), torch.rand(K).bfloat16(), torch.rand(T)
     one, scale, amax = torch.ones(1), torch.tensor([0.01]), torch.zeros(1)
     grads, z = torch.randn(2, T, K).bfloat16(), torch.randn(T, 2 * K).bfloat16()
-    qkv = [torch.randn(8, 4, 2, width).bfloat16() for width in (32, 16, 16)]
-    rotations = ops.Rotation(torch.randn(8, 2, 4), 16, False), ops.Rotation(torch.randn(8, 2, 8), 16, True)
+    qkv = [torch.randn(T // 4, 4, 2, width).bfloat16() for width in (32, 16, 16)]
+    turns = torch.randn(T // 4, 2, 4), torch.randn(T // 4, 2, 8)
+    rotations = ops.Rotation(turns[0], 16, False), ops.Rotation(turns[1], 16, True)
     small = torch.rand(16).bfloat16()
     qk_norms = ops.QKNorm(small, small, None, None, 1e-5, True), ops.QKNorm(small, small, small, small, 1e-5, False)
     labels, none = torch.randint(K, (T,)), torch.empty(0)

@@ -148,7 +148,7 @@ def _quantize_heads(
     largest = tl.zeros([TILE_M // 4, TILE_P], tl.float32)
     end = tl.minimum((chunk + 1) * HEADS, num_groups * heads)
     for index in tl.range(chunk * HEADS, end, num_stages=2):  # loads of the next head start early
-        source = x + (index // heads).to(tl.int64) * stride_g + index % heads * HEAD_DIM
+        source = x + tl.cast(index // heads, tl.int64) * stride_g + index % heads * HEAD_DIM
         k0 = index // heads * group_width + first_column + index % heads * HEAD_DIM
         a0, b0 = _load_rotated_back(
             source, at0, first, second, cos0, sin0, mask, is_rotated, factor, HEAD_DIM, HALF, SCALED
@@ -183,7 +183,7 @@ def _quantize_heads(
             if may_clamp(bits, inverse, FP_MAX):  # read again: healthy tiles keep no values for this
                 count = tl.zeros([1], tl.int32)
                 for index in range(chunk * HEADS, end):
-                    source = x + (index // heads).to(tl.int64) * stride_g + index % heads * HEAD_DIM
+                    source = x + tl.cast(index // heads, tl.int64) * stride_g + index % heads * HEAD_DIM
                     for row in range(0, 4):
                         at = ((rows + row) // batch).to(tl.int64) * stride_s
                         at += ((rows + row) % batch).to(tl.int64) * stride_b
