@@ -48,7 +48,7 @@ build/triton-$(TRITON)/.installed: $(SETUP)
 triton: build/triton-$(TRITON)/.installed
 
 test-triton: build/triton-$(TRITON)/.installed  ## All Triton kernels without a GPU: their numbers, and compiled for every GPU with FP8 (TRITON=3.6.0)
-	PYTHONPATH=$(<D) TRITON_INTERPRET=1 $(ON_CPU) $(PYTEST) -n 2 tests/kernels/test_triton_numbers.py || [ $$? -eq 5 ]
+	PYTHONPATH=$(<D) TRITON_INTERPRET=1 $(ON_CPU) $(PYTEST) -n 2 tests/kernels/test_triton_numbers.py
 	PYTHONPATH=$(<D) TRITON_CACHE_DIR=build/triton-cache $(ON_CPU) $(PYTEST) -n 2 tests/kernels/test_triton_compiles.py
 
 test-gpu: $(SETUP)  ## The tests of one GPU (PY=python3 takes your own environment)

@@ -21,8 +21,6 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
-
 _FLOATS = {
     tl.float32: torch.float32,
     tl.float16: torch.float16,
@@ -68,7 +66,7 @@ def _on_arrays(function: Callable[..., Array]) -> Callable[..., tl.tensor]:
     return call
 
 
-_LIBRARY = {"add_rd": _sum_rounded_down, "fast_dividef": np.divide, "expm1": np.expm1}
+_LIBRARY: dict[str, Callable[..., Array]] = {"add_rd": _sum_rounded_down, "fast_dividef": np.divide, "expm1": np.expm1}
 
 
 def _assembly(
@@ -101,6 +99,7 @@ _PLAIN_TO_TENSOR, _PLAIN_STORE = TritonSemantic.to_tensor, InterpreterBuilder.cr
 
 def complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add what the interpreter lacks, and a GPU for the launches' own questions: 132 multiprocessors, Hopper."""
+    assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
     monkeypatch.setattr(interpreter, "_convert_float", _converted)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", _assembly)
     for name, function in _LIBRARY.items():

@@ -13,14 +13,17 @@ from torch import Tensor
 from fp8_megatron.kernels import registration
 from tests.kernels import test_operators
 
-triton = pytest.importorskip("triton")
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-    pytest.skip("older interpreters fail in loops over tensors", allow_module_level=True)
-if not triton.knobs.runtime.interpret:
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton
 
 from tests.harness import interpreted_triton
 
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.skipif(_VERSION < (3, 9), reason="older interpreters fail in loops over tensors"),
+]
 OPERATORS = sorted(
     name
     for name, declared in registration.operators().items()
