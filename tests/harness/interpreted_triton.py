@@ -58,9 +58,11 @@ def _sum_rounded_down(a: Array, b: Array) -> Array:
 def _on_arrays(function: Callable[..., Array]) -> Callable[..., tl.tensor]:
     """A function of the device library, from one of arrays."""
 
-    def call(*operands: tl.tensor, _semantic: Any = None) -> tl.tensor:
-        result = function(*(operand.handle.data for operand in operands))
-        shape = operands[0].type if result.shape == operands[0].handle.data.shape else operands[-1].type
+    def call(*given: Any, _semantic: Any = None) -> tl.tensor:
+        operands = [operand.value if isinstance(operand, tl.constexpr) else operand for operand in given]
+        arrays = [o.handle.data if isinstance(o, tl.tensor) else np.float32(o) for o in operands]
+        result = function(*arrays)
+        shape = next(o.type for o in operands if isinstance(o, tl.tensor) and o.handle.data.shape == result.shape)
         return tl.tensor(TensorHandle(result, tl.float32), shape)
 
     return call
