@@ -26,9 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import ops
 from ..optimizer.state import SpaceState
 from ..optimizer.written_weights import MasterWeight, write_weight
-from ..quantization.amax_history import AmaxHistory
+from ..quantization.amax_history import MOST_SATURATED, AmaxHistory
+from ..quantization.cast_report import CastReport
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.data_parallel import Exchange
 from ..sharding.grad_buffer import LocalGradBuffer
@@ -93,6 +95,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         device = next(iter(names)).device
         self._numbers = StepNumbers(device)
         self._num_skipped = torch.zeros(1, device=device)
+        #: What the casts of each history reported in the last skipped step, FP32 [REPORT_HEAD].
+        self._skip_heads = [torch.zeros(ops.REPORT_HEAD, device=device) for _ in self._histories]
         self._whole = self._whole_state(transposed)
         super().__init__(param_groups, defaults)
         self._values = {}  # the masters hold them
@@ -196,8 +200,24 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps that changed nothing, because a gradient was not finite. Reading it waits for the device."""
+        """Steps that changed nothing: a gradient was not finite, or a cast with a delayed scale saw such a value or
+        clamped more than half of its tensor. Reading it waits for the device."""
         return int(self._num_skipped.item())
+
+    @property
+    def skip_cause(self) -> str | None:
+        """The first cast with a delayed scale that was bad in the last skipped step, such as ``"not finite: input of
+        encoder.0"``. Such a cast clamps what it sees, so the loss and ``p.grad`` may look healthy.
+
+        It speaks of this rank's casts; the step is skipped on all ranks. None: they were good, no step was skipped, or
+        the recipe is another one. Reading it waits for the device.
+        """
+        heads = [head.tolist() for head in self._skip_heads]
+        if not heads:
+            return None
+        report = CastReport([], [heads])
+        suspect = report.suspect(lambda _, chunk: self._histories[chunk].suspects, most_saturated=MOST_SATURATED)
+        return None if suspect is None else f"{suspect.reason}: {suspect.tensor}"
 
     @property
     def storage_bytes(self) -> dict[str, int]:
@@ -302,7 +322,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's result.
 
-        A gradient that is not finite skips the step on the device.
+        A gradient that is not finite skips the step on the device, and so does a bad cast (`num_skipped_steps`).
 
         Args:
             closure: computes the loss and its gradients once more.
@@ -332,6 +352,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         factor = self._grad_factor()
         moved = torch.isfinite(factor).float()
         self._num_skipped += 1.0 - moved
+        self._note_skip(moved)
         parts = self._numbers.advance(used, moved)
         for space, flags, own_parts in zip(self._spaces, used, parts, strict=True):
             if any(flags):  # a rank whose shard has nothing to update still sends it
@@ -340,6 +361,13 @@ class FP8Optimizer(torch.optim.Optimizer):
         for history in self._histories:
             history.update(group, factor)
         self._wait_for_weights()
+
+    def _note_skip(self, moved: Tensor) -> None:
+        """Keep what the casts report, if the step is skipped. `moved`: FP32 [1], 1 or 0."""
+        for place, history in enumerate(self._histories):
+            if history.report is not None:
+                reported, before = history.report[: ops.REPORT_HEAD], self._skip_heads[place]
+                self._skip_heads[place] = torch.where(moved > 0.0, before, reported)
 
     def _check_not_recorded(self) -> None:
         if self._num_skipped.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -212,6 +212,43 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(level: str) -
     assert not torch.equal(optimizer_values(module.first.weight), before[0])
 
 
+@pytest.mark.parametrize("role", ["input", "output gradient"])
+def test_a_value_that_a_delayed_scale_clamps_skips_the_step_and_is_named(role: str) -> None:
+    """Behind the clamped inf everything is finite: without a name nobody would know why nothing moves."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    optimizer: FP8Optimizer
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), recipe="delayed")
+    spoils = False
+
+    def spoil(value: Tensor) -> Tensor:
+        value = value.clone()
+        value[3, 5] = math.inf if spoils else value[3, 5]
+        return value
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        y = model[1](spoil(model[0](torch.randn(64, 32)))) if role == "input" else model[1](model[0](torch.randn(64, 32)))
+        if role != "input":
+            y.register_hook(spoil)
+        model[2](y).square().mean().backward()
+
+    for step in range(4):
+        spoils = step == 2
+        before = [optimizer_values(param) for param in model.parameters()]
+        backward()
+        optimizer.step()
+        moved = [not torch.equal(optimizer_values(p), old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert moved == [step != 2] * 6
+        assert optimizer.num_skipped_steps == int(step >= 2)
+        assert optimizer.skip_cause == (f"not finite: {role} of 1" if step >= 2 else None)
+    optimizer.zero_grad()
+    model(torch.randn(64, 32)).square().mean().backward()
+    model[2].bias.grad.fill_(math.nan)
+    optimizer.step()
+    assert optimizer.num_skipped_steps == 2 and optimizer.skip_cause is None, "no cast was bad"
+
+
 def optimizer_values(param: Tensor) -> Tensor:
     return param.master_value() if isinstance(param, ScaledTensor) else param.detach().clone()
 
