@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..nn.module import FP8Linear
 from ..quantization.scaled_tensor import ScaledTensor
@@ -23,7 +24,8 @@ def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads], replication:
     """Let torch's DDP wrap `model`: it reduces nothing twice.
 
     DDP leaves out what a model lists. It refuses a model without a gradient of its own, so it keeps one plain
-    parameter: it averages that one's ``p.grad``, and the mean of the means over replicas is the mean.
+    parameter: it averages that one's ``p.grad``, and the mean of the means over replicas is the mean. In a model of FP8
+    layers alone it is a bias.
 
     Args:
         spaces: the gradients of all trained parameters.
@@ -32,6 +34,9 @@ def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads], replication:
     layers = [module for module in model.modules() if isinstance(module, (FP8Linear, FP8LayerNormMLP))]
     owned = {param for layer in layers for param in layer.parameters()}
     free = [grad for space in spaces for grad in space.grads if grad.param not in owned]
+    if not free:
+        biases = {layer.bias for layer in layers if isinstance(layer, FP8Linear)}
+        free = [grad for space in spaces for grad in space.grads if grad.param in biases]
     kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
     model._ddp_params_and_buffers_to_ignore = _LeftOut(model, kept)  # type: ignore[assignment]
     if kept is not None:
@@ -44,6 +49,9 @@ class _LeftOut:
 
     From then on the gradient that it keeps is left to it, until `_SeesDDP` sees a forward without it. A compiled model
     runs no such hook.
+
+    Raises:
+        ReplicaError: nothing would be left for DDP, in a model of FP8 layers without a bias.
     """
 
     def __init__(self, model: torch.nn.Module, kept: ParamGrad | None) -> None:
@@ -55,17 +63,29 @@ class _LeftOut:
         assert model is not None
         if self._kept is not None:
             self._kept.is_left_to_others = True
+            if not self._kept.param._backward_hooks:  # DDP sees autograd's gradients alone
+                self._kept.param.register_hook(_unchanged)
+        has_any = self._kept is not None
         for name, param in model.named_parameters(remove_duplicate=False):
             own = getattr(param, "main_grad", None)
             if own is None and param.requires_grad and not isinstance(param, ScaledTensor):
-                param.reduced_by_ddp = True  # type: ignore[attr-defined]  # it may be another optimizer's
+                param.reduced_by_ddp = has_any = True  # type: ignore[attr-defined]  # it may be another optimizer's
             elif own is None or own is not self._kept:
                 # DDP looks for a root's own parameters under another name, and torch.compile adds a name.
                 yield from (name, f".{name}", f"_orig_mod.{name}")
+        if not has_any:
+            raise ReplicaError(
+                "torch's DDP has nothing to reduce here, because the FP8 optimizer shares all gradients: call the model "
+                "itself, and give accelerator.prepare the optimizer and the data alone"
+            )
 
     def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:
         """Nobody reduces the gradients of a copy: DDP leaves nothing out."""
         return list, ()
+
+
+def _unchanged(grad: Tensor) -> None:
+    """A hook for which a layer gives a bias's gradient to autograd (`nn.operands.delivered`)."""
 
 
 class _SeesDDP:

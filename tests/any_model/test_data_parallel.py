@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8_megatron.any_model import data_parallel
 from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.clip_grads import clip_grad_norm_
+from fp8_megatron.any_model.initialize import initialize
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
@@ -185,6 +186,51 @@ def test_torchs_ddp_may_wrap_the_model(ranks: RankPool, clips: str) -> None:
         assert norms == plain[0][2]
         for name, value in weights.items():
             assert torch.equal(value, plain[0][1][name]), name
+
+
+def _linears_alone(group: Group, wraps: bool, biases: tuple[bool, bool]) -> tuple[list[float], dict[str, Tensor]]:
+    """Fit a function with FP8 layers alone; each rank has its own batches."""
+    torch.manual_seed(group.rank())
+    layers = [torch.nn.Linear(32, 64, bias=biases[0]), torch.nn.GELU(), torch.nn.Linear(64, 32, bias=biases[1])]
+    model = torch.nn.Sequential(*layers)
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "O3")
+    called = torch.nn.parallel.DistributedDataParallel(model) if wraps else model
+    losses = []
+    for step in range(6):
+        for part in range(2):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(4 * step + 2 * part + group.rank()))
+            loss = torch.nn.functional.mse_loss(called(x), x.sin())
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    copied = copy.deepcopy(model)  # it has no replicas
+    copied(x).sum().backward()
+    return losses, values(model)
+
+
+@pytest.mark.parametrize("biases", [(True, True), (False, True)], ids=["biases", "one bias"])
+def test_torchs_ddp_may_wrap_fp8_layers_alone(ranks: RankPool, biases: tuple[bool, bool]) -> None:
+    """DDP refuses a model without a gradient of its own. It gets a bias's, whose FP32 means differ in a last bit."""
+    plain = ranks.run(on_default_group, _linears_alone, False, biases, num_ranks=2)
+    wrapped = ranks.run(on_default_group, _linears_alone, True, biases, num_ranks=2)
+    for rank, (losses, weights) in enumerate(wrapped):
+        assert losses == pytest.approx(plain[rank][0], rel=1e-4)
+        for name, value in weights.items():
+            assert torch.equal(value, wrapped[0][1][name]), f"replicas differ in {name}"
+            assert snr_db(value, plain[0][1][name]) > 50, name
+
+
+def _has_nothing_for_ddp(group: Group) -> str:
+    with pytest.raises(data_parallel.ReplicaError) as caught:
+        _linears_alone(group, True, (False, False))
+    return str(caught.value)
+
+
+def test_ddp_over_layers_without_a_bias_is_an_error(ranks: RankPool) -> None:
+    for message in ranks.run(on_default_group, _has_nothing_for_ddp, num_ranks=2):
+        assert "call the model itself" in message
 
 
 def _joins_uneven_inputs(group: Group, ends_at_first: bool) -> tuple[int, str]:
