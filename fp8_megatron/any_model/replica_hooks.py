@@ -75,8 +75,8 @@ class _LeftOut:
                 yield from (name, f".{name}", f"_orig_mod.{name}")
         if not has_any:
             raise ReplicaError(
-                "torch's DDP has nothing to reduce here, because the FP8 optimizer shares all gradients: call the model "
-                "itself, and give accelerator.prepare the optimizer and the data alone"
+                "torch's DDP has nothing to reduce here, because the FP8 optimizer shares all gradients: call the "
+                "model itself, and give accelerator.prepare the optimizer and the data alone"
             )
 
     def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:

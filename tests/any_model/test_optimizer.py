@@ -228,7 +228,8 @@ def test_a_value_that_a_delayed_scale_clamps_skips_the_step_and_is_named(role: s
 
     def backward() -> None:
         optimizer.zero_grad()
-        y = model[1](spoil(model[0](torch.randn(64, 32)))) if role == "input" else model[1](model[0](torch.randn(64, 32)))
+        hidden = model[0](torch.randn(64, 32))
+        y = model[1](spoil(hidden) if role == "input" else hidden)
         if role != "input":
             y.register_hook(spoil)
         model[2](y).square().mean().backward()
