@@ -19,15 +19,19 @@ from fp8_megatron.any_model.meter import Meter, Row, table
 _WORDS = 27
 
 
+def param_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Vectors have no weight decay. A list of these that lived on would keep the weights that `initialize` replaces."""
+    decays, others = [], []
+    for parameter in model.parameters():
+        (decays if parameter.dim() > 1 else others).append(parameter)
+    return [{"params": decays, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+
+
 def train(name: str, config: Any, batches: list[dict[str, torch.Tensor]], *, lr: float) -> Row:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = RobertaForMaskedLM(config).to(device)
-    decays, others = [], []
-    for parameter in model.parameters():
-        (decays if parameter.dim() > 1 else others).append(parameter)
-    groups = [{"params": decays, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), eps=1e-6)
+    optimizer = torch.optim.AdamW(param_groups(model), lr=lr, betas=(0.9, 0.98), eps=1e-6)
     if name != "BF16 AMP":
         model, optimizer = fp8_megatron.initialize(model, optimizer, opt_level=name)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=10)

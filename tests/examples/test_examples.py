@@ -40,6 +40,7 @@ def run(name: str, words: str, folder: Path, gpus: str = "") -> str:
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "weights are still held" not in done.stderr, "the memory of the old weights is in the table"
     return done.stdout
 
 
