@@ -284,7 +284,7 @@ class TrainingConfig:
     recompute_modules: Words = ()
     """Parts of a layer that selective recomputation covers, by default core_attn. core_attn: softmax(QKᵀ)·V. mlp: in
     FP8 layers the GEMM before the activation function, which has the largest output of a layer; otherwise the whole
-    MLP. layernorm: norms. FP8 layers always recompute norms; with --precision fp8, BF16 layers never do."""
+    MLP. layernorm: norms under --precision te. FP8 layers always recompute norms; 16-bit layers never do."""
     recompute_method: Annotated[Literal["uniform", "block"] | None, UNSET] = None
     """Which layers full recomputation covers; see --recompute-num-layers."""
     recompute_num_layers: OptionalLayers = None
