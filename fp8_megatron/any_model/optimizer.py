@@ -364,10 +364,9 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     def _note_skip(self, moved: Tensor) -> None:
         """Keep what the casts report, if the step is skipped. `moved`: FP32 [1], 1 or 0."""
-        for place, history in enumerate(self._histories):
+        for head, history in zip(self._skip_heads, self._histories, strict=True):
             if history.report is not None:
-                reported, before = history.report[: ops.REPORT_HEAD], self._skip_heads[place]
-                self._skip_heads[place] = torch.where(moved > 0.0, before, reported)
+                torch.where(moved > 0.0, head, history.report[: ops.REPORT_HEAD], out=head)  # in place: it is recorded
 
     def _check_not_recorded(self) -> None:
         if self._num_skipped.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
