@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from ..errors import UserError
 from ..formats import StorageDtype
 from ..nn.conv1d import FP8Conv1D
+from ..nn.derived import fp8_class, multiplies_as_linear
 from ..nn.module import FP8Linear
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe, RecipeName
@@ -51,8 +52,9 @@ def replace_linears(
     Transformer Engine splits by rows become one.
 
     A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, another kind of module has its
-    weight too, a hook waits for a gradient that would have another shape, or it is a parametrised, patched or derived
-    class. One line in the log says what stayed; `report` gives the reasons.
+    weight too, a hook waits for a gradient that would have another shape, it is parametrised or patched, or its class
+    has another forward (`derived`). One line in the log says what stayed, a warning if all did; `report` gives the
+    reasons.
 
     Args:
         recipe: how operands are scaled. With ``delayed`` the model is on its device already.
@@ -98,7 +100,9 @@ def replace_linears(
     if recipe.history is not None and slots:
         recipe.history.name_layers(slots)
         recipe.history.allocate(next(iter(replaced.values())).device)
-    logger.info("%s", report(model))
+    reported = report(model)
+    is_vain = bool(reported.stays) and not reported.fp8
+    logger.log(logging.WARNING if is_vain else logging.INFO, "%s", reported)
     return replaced
 
 
@@ -217,7 +221,7 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
             for key, weight in attention.linear_weights(module).items():
                 _check_dtype(f"{name}.{key}", weight)
         return reason
-    if type(module) is not torch.nn.Linear and not _is_conv1d(module) and not _is_plain_again(module):
+    if not multiplies_as_linear(type(module)) and not _is_conv1d(module) and not _is_plain_again(module):
         return f"{type(module).__name__} is a class of its own"
     weight = module._parameters.get("weight")
     if weight is None:
@@ -252,7 +256,7 @@ def _convert(
     assert old is not None
     is_conv1d = _is_conv1d(module)
     if not isinstance(module, FP8Linear):
-        module.__class__ = FP8Conv1D if is_conv1d else FP8Linear
+        module.__class__ = FP8Conv1D if is_conv1d else fp8_class(type(module))
         assert isinstance(module, FP8Linear)
     storage = weight if old.requires_grad else StorageDtype.FP8
     value = old.detach().t() if is_conv1d else old.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import subprocess
 import sys
@@ -86,6 +87,27 @@ def test_a_layer_that_stays_keeps_those_that_share_its_weight() -> None:
 class Derived(torch.nn.Linear):
     """Its forward may be anything."""
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, 2.0 * self.weight, self.bias)
+
+
+class Configured:
+    """What a library adds to its layers, as torchtitan does."""
+
+    depth = 0
+
+    def init_states(self) -> None:
+        for parameter in self.parameters():  # type: ignore[attr-defined]
+            torch.nn.init.normal_(parameter, std=0.5**self.depth)
+
+
+class ConfiguredLinear(torch.nn.Linear, Configured):
+    """Multiplies as `torch.nn.Linear`."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(32, 64)
+        self.depth = depth
+
 
 def _patched() -> torch.nn.Linear:
     layer = torch.nn.Linear(32, 32)
@@ -112,6 +134,33 @@ def test_reasons_to_stay(layer: torch.nn.Module, reason: str, caplog: pytest.Log
     line = f"FP8: 1 of 2 linear layers, {100 * 1024 / sum(p.numel() for p in model.parameters()):.1f}% of"
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(line)
     assert caplog.messages[0].endswith(f"parameters; unchanged: 1 ({reason})")
+
+
+def test_a_model_without_an_fp8_layer_warns(caplog: pytest.LogCaptureFixture) -> None:
+    replace_linears(torch.nn.Sequential(Derived(32, 32)))
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "FP8: 0 of 1 linear layers, 0.0% of 1,056 parameters; unchanged: 0 (Derived is a class of its own)")
+    ]
+
+
+def test_a_derived_class_that_multiplies_as_torchs() -> None:
+    """Its FP8 layer has torch's bits and what the class adds; copies and pickles have the class."""
+    torch.manual_seed(0)
+    derived, plain = (torch.nn.Sequential(layer) for layer in (ConfiguredLinear(1), torch.nn.Linear(32, 64)))
+    plain.load_state_dict(derived.state_dict())
+    for model in (derived, plain):
+        replace_linears(model)
+    x, layer = torch.randn(16, 32), derived[0]
+    assert isinstance(layer, FP8Linear) and isinstance(layer, ConfiguredLinear)
+    assert torch.equal(derived(x), plain(x)) and report(derived).fp8 == ("0",)
+    stored = io.BytesIO()
+    torch.save(derived, stored)
+    stored.seek(0)
+    for copied in (torch.load(stored, weights_only=False), copy.deepcopy(derived)):
+        assert type(copied[0]) is type(layer) and copied[0].depth == 1 and torch.equal(copied(x), plain(x))
+    assert type(plain_model(derived)[0]) is ConfiguredLinear
+    layer.init_states()
+    assert layer.weight.dequantize().std().item() == pytest.approx(0.5, rel=0.1)  # 2,048 values: ±1.6% is one σ
 
 
 def test_sizes_of_the_blockwise_recipe() -> None:
