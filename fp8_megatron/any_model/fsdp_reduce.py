@@ -65,24 +65,19 @@ class FP8ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
     ) -> None:
-        """Reduce `input_tensor` [ranks · n] to this rank's mean or sum [n], in stream order. Called by every rank.
+        """Reduce `input_tensor` [ranks · n] to this rank's part [n], in stream order. Called by every rank.
 
-        Raises:
-            UserError: a gradient divide factor without ``set_force_sum_reduction_for_comms(True)``.
+        Args:
+            op: the mean, the sum, or the sum times a factor, which ``set_gradient_divide_factor`` asks for.
         """
-        if op not in (_MEAN, _SUM):
-            raise UserError(
-                "set_gradient_divide_factor with gradients in FP8: also call "
-                "module.set_force_sum_reduction_for_comms(True)"
-            )
         numel, ranks = output_tensor.numel(), group.size()
         runs = self._runs if self._runs[-1].stop == numel else [Run(0, numel, False)]
         rows = input_tensor.view(ranks, numel)
         works = [(kind, _start(rows, kind, group)) for kind in _by_wire(runs) if kind]
         for kind, work in works:
             _finish(output_tensor, kind, work)
-        if op == _SUM:
-            output_tensor.mul_(ranks)
+        if op != _MEAN:
+            output_tensor.mul_(ranks * _factor(op))
 
 
 def reduce_in_fp8(model: torch.nn.Module) -> None:
@@ -155,6 +150,15 @@ def _runs(module: FSDPModule) -> list[Run]:
         runs.append(Run(start, stop, is_fp8))
         start = stop
     return runs
+
+
+def _factor(op: Any) -> float:
+    """What a reduction multiplies the sum with."""
+    if op == _SUM:
+        return 1.0
+    kind, factor = op.__getstate__()
+    assert kind == torch.distributed.ReduceOp.PREMUL_SUM, kind
+    return float(factor)
 
 
 def _by_wire(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from fp8_megatron.collectives.traffic import counted_traffic
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.stats import snr_db
 from tests.any_model.test_fsdp_optimizer import build, cpu_mesh, train_step
-from tests.harness.ranks import RankError, RankPool, on_default_group
+from tests.harness.ranks import RankPool, on_default_group
 
 Group = torch.distributed.ProcessGroup
 #: A rank's part: FP8 weights that end inside a block, a norm, more FP8 weights, a bias.
@@ -104,14 +102,20 @@ def test_trains_as_with_exact_gradients(ranks: RankPool) -> None:
     assert in_fp8 == pytest.approx(exact, rel=0.02, abs=0.02)
 
 
-def divided(group: Group) -> Any:
+def divided(group: Group, is_sum: bool) -> Tensor:
+    """A gradient with a divide factor of 3, by a sum that is divided or by a sum of multiples, as over NCCL."""
+    torch.manual_seed(0)
     layer = FP8Linear(64, 128, bias=False)
     fully_shard(layer, mesh=cpu_mesh())
     reduce_in_fp8(layer)
     layer.set_gradient_divide_factor(3.0)
+    layer.set_force_sum_reduction_for_comms(is_sum)
     layer(torch.randn(32, 64).bfloat16()).backward(torch.randn(32, 128).bfloat16())
+    gradient: Tensor = layer.weight.grad.to_local()  # type: ignore[union-attr]
+    return gradient
 
 
-def test_a_divide_factor_needs_sums(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="set_force_sum_reduction_for_comms"):
-        ranks.run(on_default_group, divided, num_ranks=2)
+def test_a_divide_factor(ranks: RankPool) -> None:
+    as_sums, multiplied = (ranks.run(on_default_group, divided, is_sum, num_ranks=2) for is_sum in (True, False))
+    for expected, gradient in zip(as_sums, multiplied, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=2**-7, atol=0.0)  # BF16 rounds twice in the first
