@@ -62,7 +62,6 @@ class Replication:
 
     Attributes:
         ddp_holds_back: the last forward was inside of ``no_sync`` of torch's DDP.
-        keeper: the only rank with all state, which does not meet the others for it; None: there is none.
     """
 
     def __init__(self, group: Group, device: torch.device, exchange: Exchange | None = None) -> None:
@@ -75,7 +74,6 @@ class Replication:
         self._control = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._staging = StagingPools()
         self.ddp_holds_back = False
-        self.keeper: int | None = None
         self._num_no_syncs = self._num_recorded = 0
         self._is_finished = True
         self._has_checked = False
@@ -190,13 +188,8 @@ class Replication:
         """Wait for the other replicas, which call this too.
 
         Raises:
-            ReplicaError: some replica did not come in time, or the keeper will not come; `what` is in the text.
+            ReplicaError: some replica did not come in time; `what` is in the text.
         """
-        if self.keeper is not None:
-            raise ReplicaError(
-                f"{what} on rank {self.group.rank()}: since consolidate_state_dict, rank {self.keeper} alone has the "
-                f"state, until the next step: call it there only, or consolidate_state_dict(to=None) for every rank"
-            )
         try:
             torch.distributed.monitored_barrier(self._control, timeout=_PATIENCE)
         except RuntimeError as error:

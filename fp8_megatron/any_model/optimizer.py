@@ -235,7 +235,11 @@ class FP8Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's ``{"state": …, "param_groups": …}`` with plain tensors (`whole_state`).
 
-        Called by every replica; after `consolidate_state_dict`, by any. Before the first step all moments are zero.
+        Called by every replica; after `consolidate_state_dict`, by the one that it names. Before the first step all
+        moments are zero.
+
+        Raises:
+            OptimizerError: another replica has the consolidated state.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -249,33 +253,27 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     @property
     def is_consolidated(self) -> bool:
-        """Whether this rank has the whole state, as it is now (`consolidate_state_dict`)."""
+        """Whether some replica has the whole state, as it is now (`consolidate_state_dict`)."""
         if self._whole.has_changed or next(self._written_plain(), None) is not None:
-            self._drop_consolidated()
+            self._whole.drop_consolidated()
         return self._whole.is_consolidated
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather all state on one replica, on the CPU; called by every replica.
 
         Until the next step or write that replica reads the state dicts of the optimizer and of the model without the
-        others. With one replica nothing is to be done.
+        others. Those may read the model's too: it has their stored weights, in FP8 at O3. With one replica nothing is
+        to be done.
 
         Args:
             to: the replica's rank among the replicas; None: all of them.
         """
         if self._replication is None:
             return
-        self._drop_consolidated()
+        self._whole.drop_consolidated()
         with torch.no_grad():
             self._prepare_to_collect()
             self._whole.consolidate(self.param_groups, keeps=to is None or to == self._replication.group.rank())
-        self._replication.keeper = to
-
-    def _drop_consolidated(self) -> None:
-        """A value is about to change: all replicas are needed again for the state."""
-        self._whole.drop_consolidated()
-        if self._replication is not None:
-            self._replication.keeper = None
 
     def _prepare_to_collect(self) -> None:
         """Meet the other replicas, and bring the masters up to date."""
@@ -312,7 +310,7 @@ class FP8Optimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         check_options(state_dict["param_groups"])
-        self._drop_consolidated()
+        self._whole.drop_consolidated()
         self._start_anew()
         self.take_written_values()  # a shard's master would overwrite them
         self._whole.load(state_dict, self.param_groups, self._see)
@@ -341,7 +339,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._check_groups()
         self._check_frozen()
         self._check_ranks()
-        self._drop_consolidated()
+        self._whole.drop_consolidated()
         self._start_anew()
         self.take_written_values()
         used = [space.grads.settle() for space in self._spaces]

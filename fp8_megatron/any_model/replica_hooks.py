@@ -128,7 +128,7 @@ class MeetsForState:
     """State-dict pre-hook: the replicas meet, because a weight's value is gathered from shards of its master.
 
     Args:
-        is_consolidated: whether this rank has all values.
+        is_consolidated: whether state dicts ask no other replica.
     """
 
     def __init__(self, replication: Replication, is_consolidated: Callable[[], bool]) -> None:

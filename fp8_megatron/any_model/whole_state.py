@@ -21,6 +21,7 @@ from ..quantization.scaled_tensor import ScaledTensor
 from .space import ModelSpace, publish
 from .state_dicts import STATE_KEYS, StateNames, check_param_state, load_param_state, param_state, torchs_order
 from .step_numbers import StepNumbers
+from .torch_optimizers import OptimizerError
 
 #: The user's param groups, as torch's optimizers have them.
 Groups = Sequence[Mapping[str, Any]]
@@ -59,6 +60,7 @@ class WholeState:
         self._histories = histories
         self._transposed = frozenset(transposed)
         self._consolidated: Entries | None = None
+        self._is_consolidated = False
         self._num_writes = 0
 
     def names(self) -> StateNames:
@@ -75,8 +77,17 @@ class WholeState:
         self._numbers.restart(slots)
 
     def state_dict(self, groups: Groups) -> dict[str, Any]:
-        """torch's ``{"state": …, "param_groups": …}``. Called by every replica, unless it is consolidated."""
+        """torch's ``{"state": …, "param_groups": …}``. Called by every replica, or by the one that has consolidated it.
+
+        Raises:
+            OptimizerError: another replica has.
+        """
         consolidated = self._consolidated
+        if consolidated is None and self._is_consolidated:
+            raise OptimizerError(
+                "consolidate_state_dict has gathered the state on another rank: call optimizer.state_dict() there, or "
+                "consolidate_state_dict(to=None) on every rank"
+            )
         entries = self._collect(groups) if consolidated is None else {key: {**one} for key, one in consolidated.items()}
         packed = self._packed(groups)
         return {"state": self._turned(entries, groups, packed), "param_groups": packed}
@@ -133,8 +144,8 @@ class WholeState:
 
     @property
     def is_consolidated(self) -> bool:
-        """Whether this rank has the whole state of the last step."""
-        return self._consolidated is not None
+        """Whether some replica has the whole state of the last step (`consolidate`)."""
+        return self._is_consolidated
 
     @property
     def has_changed(self) -> bool:
@@ -148,7 +159,11 @@ class WholeState:
             keeps: whether this rank keeps it, on the CPU, and has `state_dict` without the others.
         """
         entries = self._collect(groups)
+        self._is_consolidated = True
         self._num_writes = self._count_writes()
+        for param in self._weights():
+            if isinstance(param.owner, MasterWeight):
+                param.owner.is_consolidated = True
         if not keeps:
             return
         self._consolidated = entries
@@ -161,11 +176,11 @@ class WholeState:
 
     def drop_consolidated(self) -> None:
         """Forget what `consolidate` has collected: a value has changed, or is about to."""
-        if self._consolidated is not None:
-            self._consolidated = None
+        if self._is_consolidated:
+            self._consolidated, self._is_consolidated = None, False
             for param in self._weights():
                 if isinstance(param.owner, MasterWeight):
-                    param.owner.consolidated = None
+                    param.owner.consolidated, param.owner.is_consolidated = None, False
 
     def _count_writes(self) -> int:
         return sum(param.owner.num_writes for param in self._weights() if isinstance(param.owner, MasterWeight))

@@ -19,13 +19,15 @@ class MasterWeight:
     def __init__(self, state: SpaceState, slot: Slot) -> None:
         self._state = state
         self._slot = slot
-        #: A copy of the whole master, in the parameter's shape, until it changes; then nothing is gathered.
+        #: A copy of the whole master, in the parameter's shape, until it changes. `value_here` is this value.
         self.consolidated: Tensor | None = None
+        #: Whether some replica has such a copy. State dicts then ask no other replica.
+        self.is_consolidated = False
         self.num_writes = 0
 
     def write(self, value: Tensor) -> None:
         """See `WeightOwner.write`."""
-        self.consolidated = None
+        self.consolidated, self.is_consolidated = None, False
         self.num_writes += 1
         write_weight(self._state, self._slot, value)
 
@@ -37,16 +39,16 @@ class MasterWeight:
         param = self._slot.param
         if self._state.formats.master_weight is None and isinstance(param, ScaledTensor):
             return param.dequantize()
-        if self.consolidated is not None:
-            return self.consolidated.to(param.device, torch.float32, copy=True)
         value = self._state.get_master(self._slot)
         return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
     def value_here(self) -> Tensor:
         """See `WeightOwner.value_here`."""
         param = self._slot.param
-        if self._state.space.num_shards == 1 or self.consolidated is not None:
+        if self._state.space.num_shards == 1:
             return self.value()
+        if self.consolidated is not None:
+            return self.consolidated.to(param.device, torch.float32, copy=True)
         assert isinstance(param, ScaledTensor)
         return param.dequantize()
 

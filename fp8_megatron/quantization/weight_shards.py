@@ -95,10 +95,11 @@ def plain_copy(weight: Tensor, dtype: torch.dtype, *, here: bool = False) -> Ten
     """A weight's values as a plain tensor of `dtype`; a ``DTensor`` of such tensors, if the weight is one.
 
     Args:
-        here: no other rank is asked (`WeightOwner.value_here`).
+        here: no other rank is asked (`WeightOwner.value_here`), nor is one while the value is consolidated.
     """
     part = stored_part(weight)
     assert part is not None
+    here = here or (part.owner is not None and part.owner.is_consolidated)
     plain = (part.value_here() if here else part.master_value()).to(dtype)
     if part is weight:
         return plain

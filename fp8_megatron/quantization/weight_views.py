@@ -18,7 +18,13 @@ MANY_WRITES = 8
 
 
 class WeightOwner(Protocol):
-    """Holds the value that a `ScaledTensor` is derived from: an optimizer with its master weight."""
+    """Holds the value that a `ScaledTensor` is derived from: an optimizer with its master weight.
+
+    Attributes:
+        is_consolidated: whether a replica keeps the whole value for state dicts. Theirs is then `value_here`.
+    """
+
+    is_consolidated: bool
 
     def write(self, value: Tensor) -> None:
         """Make `value` (any float dtype, the tensor's shape) the tensor's value, and derive payload and scale from it.
@@ -45,6 +51,11 @@ class OwnerOfView:
         assert base.is_contiguous(), "a view of a view of columns"
         self._owner = owner
         self._place = (view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+
+    @property
+    def is_consolidated(self) -> bool:
+        """See `WeightOwner`."""
+        return self._owner.is_consolidated
 
     def write(self, value: Tensor) -> None:
         """See `WeightOwner.write`; `value` has the view's shape."""

@@ -416,17 +416,17 @@ def test_one_rank_saves_what_was_consolidated(ranks: RankPool) -> None:
 
 
 def _read_by_all(group: Group) -> list[str]:
-    """What every rank is told that reads state after rank 0 alone has it."""
+    """What every rank is told that reads state after rank 0 alone has it; then all read it together."""
     model, optimizer = build("O3")
     optimizer.consolidate_state_dict()
     errors = []
-    for read in (model.state_dict, optimizer.state_dict):
-        try:
-            read()
-        except data_parallel.ReplicaError as error:
-            errors.append(str(error))
-    optimizer.consolidate_state_dict(to=None)
     model.state_dict()
+    try:
+        optimizer.state_dict()
+    except OptimizerError as error:
+        errors.append(str(error))
+    optimizer.consolidate_state_dict(to=None)
+    optimizer.state_dict()
     model(torch.arange(32)).square().sum().backward()
     optimizer.step()
     model.state_dict()
@@ -435,8 +435,7 @@ def _read_by_all(group: Group) -> list[str]:
 
 def test_other_ranks_do_not_wait_for_the_one_that_has_all_state(ranks: RankPool) -> None:
     first, second = ranks.run(on_default_group, _read_by_all, num_ranks=2)
-    assert first == [] and len(second) == 2
-    assert "optimizer.state_dict() on rank 1: since consolidate_state_dict, rank 0 alone has the state" in second[1]
+    assert first == [] and "consolidate_state_dict(to=None) on every rank" in second[0]
 
 
 def _written_after(group: Group, name: str) -> bool:
@@ -453,6 +452,38 @@ def _written_after(group: Group, name: str) -> bool:
 @pytest.mark.parametrize("name", ["first.weight", "first.bias"])
 def test_what_was_consolidated_is_dropped_when_values_are_written(ranks: RankPool, name: str) -> None:
     assert all(ranks.run(on_default_group, _written_after, name, num_ranks=2))
+
+
+def _saved_twice(group: Group, level: str) -> tuple[list[dict[str, Tensor]], str, dict[str, Tensor]]:
+    """Models' states of two checkpoints without a step between them, as PyTorch Lightning saves them, and rank 1's
+    error; then the values after a write."""
+    model, optimizer = build(level)
+    model(torch.arange(32)).square().sum().backward()
+    optimizer.step()
+    states, error = [], ""
+    for _ in range(2):
+        states.append(dict(model.state_dict()))
+        optimizer.consolidate_state_dict()
+        try:
+            optimizer.state_dict()
+        except OptimizerError as refused:
+            error = str(refused)
+    with torch.no_grad():
+        model.first.weight.mul_(0.5)
+    return states, error, dict(model.state_dict())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_two_checkpoints_without_a_step_between(ranks: RankPool, level: str) -> None:
+    """The second asks no other rank: rank 0 has the masters, rank 1 at O3 the FP8 weights."""
+    outcomes = ranks.run(on_default_group, _saved_twice, level, num_ranks=2)
+    (first, second), error, written = outcomes[0]
+    assert error == "" and "consolidate_state_dict(to=None)" in outcomes[1][1]
+    for name, value in first.items():
+        assert torch.equal(second[name], value) and torch.equal(outcomes[1][0][0][name], value), name
+    assert torch.equal(outcomes[1][2]["first.weight"], written["first.weight"])
+    assert torch.equal(outcomes[1][0][1]["first.weight"], first["first.weight"]) is (level == "O2")
+    torch.testing.assert_close(written["first.weight"], 0.5 * first["first.weight"], rtol=2**-10, atol=1e-6)
 
 
 def _copied_by_one(group: Group, level: str) -> tuple[dict[str, Tensor], ...]:
