@@ -15,7 +15,7 @@ from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
 from .data_parallel import NoHook, Replication
 from .optimizer import FP8Optimizer
-from .replica_hooks import MeetsForState, allow_ddp
+from .replica_hooks import MeetsForState, RefusesDDP, allow_ddp
 from .te_modules import plain_value
 from .torch_optimizers import OptimizerError, check_optimizer, take_place_of, use_params
 
@@ -66,6 +66,8 @@ def build_optimizer(
     _watch_loads(model, built, names)
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP wraps models of one rank too
         allow_ddp(model, [space.grads for space in built._spaces], replication)
+    else:
+        model._ddp_params_and_buffers_to_ignore = RefusesDDP()  # type: ignore[assignment]
     if replication is not None and LEVELS[opt_level].master_weight is not None:
         model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
     return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -131,12 +132,32 @@ def _check_model(model: object) -> None:
         kind = type(module).__name__
         if kind in wrappers and type(module).__module__.startswith("torch."):
             raise UserError(f"{name or 'the model'} is a {kind}: call initialize first, then wrap the model")
+    if _is_in_ddp(model):
+        raise UserError(
+            "torch's DDP holds the model already, and would reduce its old parameters: call initialize first, then "
+            "wrap it (PyTorch Lightning wraps before configure_optimizers: call initialize in configure_model)"
+        )
     for name, parameter in model.named_parameters():
         if getattr(parameter, "main_grad", None) is not None:
             raise UserError(
                 f"{name} has an FP8 optimizer already: initialize is called once for a model; if it has several "
                 f"optimizers, give each its own part, initialize(model.part, optimizer)"
             )
+
+
+def _is_in_ddp(model: torch.nn.Module) -> bool:
+    """Whether torch's DDP has wrapped `model`, or a module that it is a part of. A wrapped module does not know it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    ddp = torch.nn.parallel.DistributedDataParallel
+
+    def wraps(candidate: object) -> bool:
+        return issubclass(type(candidate), ddp) and any(part is model for part in candidate.modules())  # type: ignore[attr-defined]
+
+    if not any(wraps(candidate) for candidate in gc.get_objects()):
+        return False
+    gc.collect()  # a wrapper that nobody uses any more is part of a cycle
+    return any(wraps(candidate) for candidate in gc.get_objects())
 
 
 def _initialize_sharded(

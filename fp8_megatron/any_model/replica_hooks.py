@@ -88,6 +88,25 @@ def _unchanged(grad: Tensor) -> None:
     """A hook for which a layer gives a bias's gradient to autograd (`nn.operands.delivered`)."""
 
 
+class RefusesDDP:
+    """In the place of the names that DDP leaves out, for a model whose optimizer was built before there were ranks.
+
+    Raises:
+        ReplicaError: torch's DDP wraps the model.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        raise ReplicaError(
+            "torch's DDP wraps a model that initialize has seen before init_process_group, so its optimizer knows no "
+            "ranks: call init_process_group (or make the Accelerator) before initialize. With PyTorch Lightning call "
+            "initialize in configure_model"
+        )
+
+    def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:
+        """See `_LeftOut`."""
+        return list, ()
+
+
 class _SeesDDP:
     """Forward pre-hook: whether torch's DDP runs the model, and so reduces the gradient that it keeps; and whether it
     does so inside of its ``no_sync``. DDP, too, asks in forward.

@@ -6,7 +6,6 @@ and initialisers. Its FP8 layer is of both classes, so it keeps what the library
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Any, ClassVar
 
@@ -33,29 +32,30 @@ class DerivedFP8Linear(FP8Linear):
         derived_from: the other class. Plain copies have it.
     """
 
-    derived_from: ClassVar[type[torch.nn.Linear]]
+    derived_from: ClassVar[type[torch.nn.Module]]
 
     def plain_class(self) -> type[torch.nn.Module]:
         """See `FP8Linear.plain_class`."""
         return self.derived_from
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(2)
+        state: Any = super().__reduce_ex__(2)[2:]
         return (_new, (self.derived_from,), *state)  # pickle finds a class by its name, and this one has none
 
 
-@functools.cache
-def fp8_class(kind: type[torch.nn.Linear]) -> type[FP8Linear]:
-    """The class of the FP8 layers of a class that `multiplies_as_linear`."""
-    if kind is torch.nn.Linear:
-        return FP8Linear
-    names = {"derived_from": kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    made: type[FP8Linear] = types.new_class(
-        f"FP8{kind.__name__}", (DerivedFP8Linear, kind), exec_body=lambda namespace: namespace.update(names)
-    )
-    return made
+def fp8_class(kind: type[torch.nn.Module]) -> type[FP8Linear]:
+    """The class of the FP8 layers of a class that `multiplies_as_linear`; always the same one."""
+    if kind not in _CLASSES:
+        names = {"derived_from": kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        _CLASSES[kind] = types.new_class(
+            f"FP8{kind.__name__}", (DerivedFP8Linear, kind), exec_body=lambda namespace: namespace.update(names)
+        )
+    return _CLASSES[kind]
 
 
-def _new(kind: type[torch.nn.Linear]) -> FP8Linear:
+_CLASSES: dict[Any, type[FP8Linear]] = {torch.nn.Linear: FP8Linear}
+
+
+def _new(kind: type[torch.nn.Module]) -> FP8Linear:
     made = fp8_class(kind)
     return made.__new__(made)

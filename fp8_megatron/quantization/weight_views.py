@@ -18,13 +18,11 @@ MANY_WRITES = 8
 
 
 class WeightOwner(Protocol):
-    """Holds the value that a `ScaledTensor` is derived from: an optimizer with its master weight.
+    """Holds the value that a `ScaledTensor` is derived from: an optimizer with its master weight."""
 
-    Attributes:
-        is_consolidated: whether a replica keeps the whole value for state dicts. Theirs is then `value_here`.
-    """
-
-    is_consolidated: bool
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether a replica keeps the whole value for state dicts. Theirs is then `value_here`."""
 
     def write(self, value: Tensor) -> None:
         """Make `value` (any float dtype, the tensor's shape) the tensor's value, and derive payload and scale from it.

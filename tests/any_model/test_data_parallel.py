@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fp8_megatron
 from fp8_megatron.any_model import data_parallel
 from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.clip_grads import clip_grad_norm_
@@ -21,6 +22,7 @@ from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.device.group import Group
+from fp8_megatron.errors import UserError
 from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -231,6 +233,37 @@ def _has_nothing_for_ddp(group: Group) -> str:
 def test_ddp_over_layers_without_a_bias_is_an_error(ranks: RankPool) -> None:
     for message in ranks.run(on_default_group, _has_nothing_for_ddp, num_ranks=2):
         assert "call the model itself" in message
+
+
+def _initializes_inside(group: Group) -> str:
+    """The error of `initialize` for a part of a model that DDP has wrapped, as in Lightning's configure_optimizers."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32))
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model))
+    with pytest.raises(UserError) as refused:
+        fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
+    del wrapped
+    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))  # nobody wraps it any more
+    return str(refused.value)
+
+
+def test_a_model_inside_of_ddp(ranks: RankPool) -> None:
+    for error in ranks.run(on_default_group, _initializes_inside, num_ranks=2):
+        assert "DDP holds the model already" in error and "configure_model" in error
+
+
+def _initializes_early(group: Group) -> str:
+    """DDP's error for a model that was initialised while there were no ranks, as in a LightningModule's __init__."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: False)
+        fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(UserError) as refused:
+        torch.nn.parallel.DistributedDataParallel(model)
+    return str(refused.value)
+
+
+def test_ddp_around_a_model_that_knew_no_ranks(ranks: RankPool) -> None:
+    assert "before init_process_group" in ranks.run(on_default_group, _initializes_early, num_ranks=2)[0]
 
 
 def _joins_uneven_inputs(group: Group, ends_at_first: bool) -> tuple[int, str]:
