@@ -18,7 +18,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 BIN := $(filter-out ./,$(dir $(PY)))
 SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/slurm/*)
 
-.PHONY: help quickstart test test-slow test-torch triton test-triton test-gpu test-multigpu lint docs format clean
+.PHONY: help quickstart test test-slow test-torch triton test-triton test-interpreted test-gpu test-multigpu lint docs format clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##|^\.venv/\.installed:.*##' $(MAKEFILE_LIST) | sed 's/\.venv\/\.installed/.venv\/.installed/' | \
@@ -49,7 +49,12 @@ triton: build/triton-$(TRITON)/.installed
 
 test-triton: build/triton-$(TRITON)/.installed  ## All Triton kernels without a GPU: their numbers, and compiled for every GPU with FP8 (TRITON=3.6.0)
 	PYTHONPATH=$(<D) TRITON_INTERPRET=1 $(ON_CPU) $(PYTEST) -n 2 tests/kernels/test_triton_numbers.py
+	PYTHONPATH=$(<D) TRITON_INTERPRET=1 $(ON_CPU) $(PYTEST) -n 2 -m gpu tests/kernels/test_amax_history_triton.py
 	PYTHONPATH=$(<D) TRITON_CACHE_DIR=build/triton-cache $(ON_CPU) $(PYTEST) -n 2 tests/kernels/test_triton_compiles.py
+
+TESTS ?= tests/kernels/test_triton.py
+test-interpreted: build/triton-$(TRITON)/.installed  ## Tests of Triton kernels for a GPU on a CPU, by the interpreter (TESTS=FILE)
+	PYTHONPATH=$(<D) TRITON_INTERPRET=1 $(ON_CPU) $(PYTEST) -n 2 -m "gpu and not multigpu" $(TESTS)
 
 test-gpu: $(SETUP)  ## The tests of one GPU (PY=python3 takes your own environment)
 	$(PYTEST) -m "gpu and not multigpu"

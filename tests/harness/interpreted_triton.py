@@ -99,9 +99,10 @@ def _masked_store(builder: InterpreterBuilder, pointers: Any, value: Any, mask: 
 _PLAIN_TO_TENSOR, _PLAIN_STORE = TritonSemantic.to_tensor, InterpreterBuilder.create_masked_store
 
 
-def complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add what the interpreter lacks, and a GPU for the launches' own questions: 132 multiprocessors, Hopper."""
+def install() -> None:
+    """For the whole process: what the interpreter lacks, and a GPU for the launches' own questions, a Hopper."""
     assert knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+    monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(interpreter, "_convert_float", _converted)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", _assembly)
     for name, function in _LIBRARY.items():
