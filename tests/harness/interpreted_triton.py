@@ -96,6 +96,18 @@ def _masked_store(builder: InterpreterBuilder, pointers: Any, value: Any, mask: 
     return _PLAIN_STORE(builder, pointers, value, TensorHandle(mask.data.astype(np.bool_), tl.int1), policy)
 
 
+def _binary(builder: InterpreterBuilder, left: TensorHandle, right: TensorHandle, operation: Any) -> TensorHandle:
+    """BF16 numbers are integers to NumPy."""
+    if left.dtype.scalar != tl.bfloat16:
+        return _PLAIN_BINARY(builder, left, right, operation)
+    floats = (_converted(operand.data, tl.bfloat16, tl.float32, None).view(np.float32) for operand in (left, right))
+    result = operation(*floats)
+    if result.dtype == np.bool_:
+        return TensorHandle(result, tl.int1)
+    return TensorHandle(_converted(result, tl.float32, tl.bfloat16, None), tl.bfloat16)
+
+
+_PLAIN_BINARY = InterpreterBuilder.binary_op
 _PLAIN_TO_TENSOR, _PLAIN_STORE = TritonSemantic.to_tensor, InterpreterBuilder.create_masked_store
 
 
@@ -107,6 +119,7 @@ def install() -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", _assembly)
     for name, function in _LIBRARY.items():
         monkeypatch.setattr(libdevice, name, _on_arrays(function))
+    monkeypatch.setattr(InterpreterBuilder, "binary_op", _binary)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", _masked_store)
     monkeypatch.setattr(TritonSemantic, "to_tensor", _to_tensor)
     monkeypatch.setattr(tl.constexpr, "__rlshift__", lambda self, other: other << self.value, raising=False)
