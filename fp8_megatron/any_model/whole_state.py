@@ -61,7 +61,6 @@ class WholeState:
         self._transposed = frozenset(transposed)
         self._consolidated: Entries | None = None
         self._is_consolidated = False
-        self._num_writes = 0
 
     def names(self) -> StateNames:
         """All that a state dict may have of a parameter."""
@@ -150,7 +149,7 @@ class WholeState:
     @property
     def has_changed(self) -> bool:
         """Whether an FP8 weight was written since `consolidate`. All replicas say the same."""
-        return self._count_writes() != self._num_writes
+        return self._is_consolidated and not all(owner.is_consolidated for owner in self._masters())
 
     def consolidate(self, groups: Groups, *, keeps: bool) -> None:
         """Collect the state of all replicas; called by every one. `drop_consolidated` ends it.
@@ -160,10 +159,8 @@ class WholeState:
         """
         entries = self._collect(groups)
         self._is_consolidated = True
-        self._num_writes = self._count_writes()
-        for param in self._weights():
-            if isinstance(param.owner, MasterWeight):
-                param.owner.is_consolidated = True
+        for owner in self._masters():
+            owner.is_consolidated = True
         if not keeps:
             return
         self._consolidated = entries
@@ -178,12 +175,11 @@ class WholeState:
         """Forget what `consolidate` has collected: a value has changed, or is about to."""
         if self._is_consolidated:
             self._consolidated, self._is_consolidated = None, False
-            for param in self._weights():
-                if isinstance(param.owner, MasterWeight):
-                    param.owner.consolidated, param.owner.is_consolidated = None, False
+            for owner in self._masters():
+                owner.consolidated, owner.is_consolidated = None, False
 
-    def _count_writes(self) -> int:
-        return sum(param.owner.num_writes for param in self._weights() if isinstance(param.owner, MasterWeight))
+    def _masters(self) -> Iterator[MasterWeight]:
+        return (param.owner for param in self._weights() if isinstance(param.owner, MasterWeight))
 
     def _weights(self) -> Iterator[ScaledTensor]:
         """The weights that a master owns."""

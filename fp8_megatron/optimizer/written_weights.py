@@ -23,12 +23,10 @@ class MasterWeight:
         self.consolidated: Tensor | None = None
         #: Whether some replica has such a copy. State dicts then ask no other replica.
         self.is_consolidated = False
-        self.num_writes = 0
 
     def write(self, value: Tensor) -> None:
         """See `WeightOwner.write`."""
         self.consolidated, self.is_consolidated = None, False
-        self.num_writes += 1
         write_weight(self._state, self._slot, value)
 
     def value(self) -> Tensor:
