@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -119,3 +120,46 @@ def encode_companded(x, scale, noise, dtype: tl.constexpr):
     else:
         positive = (magnitude > 0.0) & (scale == scale)
         return integer(tl.where(positive, tl.maximum(code, 1.0), code)).to(dtype)
+
+
+@triton.jit
+def round_companded(x, scale, bits, dtype: tl.constexpr):
+    """`companding.encode` with the noise of `bits` (int32, 23 random bits), for a step of the optimizer.
+
+    Quotients and roots are approximate: the chance of rounding up differs by less than 2⁻¹⁵ from the exact one. A root
+    on the wrong side of a code does not matter, because a place of 1 in a step is a place of 0 in the next.
+
+    Args:
+        x: uint8 takes x ≥ 0.
+        scale: `companded_scale` of the amax of x's block.
+    """
+    MOST: tl.constexpr = 16129.0 if dtype == tl.int8 else 4228250625.0
+    # In units of a power of two near the scale nothing that matters is subnormal.
+    exponent = tl.minimum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+    unit = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    inverse = tl.where(scale == scale, libdevice.fast_dividef(MOST, scale * unit), 0.0)
+    y = tl.minimum((tl.abs(x) * unit) * inverse, MOST)
+    root = tl.sqrt(y)
+    if dtype == tl.uint8:
+        root = tl.sqrt(root)
+    floored = libdevice.add_rd(root, _INTEGER)
+    code = floored - _INTEGER
+    if dtype == tl.int8:
+        rest = tl.fma(-code, code, y)
+        gap = tl.fma(code, 2.0, 1.0)
+    else:
+        square, next_square = code * code, (code + 1.0) * (code + 1.0)
+        below = square * square
+        rest = y - below
+        gap = tl.fma(next_square, next_square, -below)
+    # Random bits below a float's exponent are uniform over [1, 2).
+    dither = (bits + 0x3F800000).to(tl.float32, bitcast=True)
+    code = tl.where(tl.fma(-dither, gap, rest + gap) > 0.0, code + 1.0, code)
+    if dtype == tl.int8:
+        # The low byte of a float whose last place is 1 is the integer's, in two's complement.
+        signed = tl.where(x < 0.0, -code, code)
+        return (signed + 12582912.0).to(tl.int32, bitcast=True).to(dtype)
+    else:
+        positive = (x > 0.0) & (scale == scale)
+        code = tl.where(positive, tl.maximum(code, 1.0), code)
+        return (code + _INTEGER).to(tl.int32, bitcast=True).to(dtype)

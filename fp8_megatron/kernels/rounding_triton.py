@@ -102,13 +102,6 @@ def exp_avg_sq_bits(bits, COUNT: tl.constexpr):
 
 
 @triton.jit
-def companding_noise(bits):
-    """2²⁴ times `rounding.uniform` of 23 bits (int32): odd integers in FP32."""
-    # A float's low bits are an integer's if its last place is 1; no conversion.
-    return tl.fma((bits + 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0, 2.0, 1.0)
-
-
-@triton.jit
 def round_to_grid(x, factor, bits, dtype: tl.constexpr, SECOND: tl.constexpr, SCALED: tl.constexpr, has_values=True):
     """`rounding.round_to_grid`: numbers of `dtype`, of which x · factor is below the largest. An inf or a NaN gives
     anything.

@@ -1,4 +1,6 @@
-"""`split_master.adamw_split_step_` in Triton, bit for bit: FP8 weights with a byte of correction, one pass.
+"""`split_master.adamw_split_step_` in Triton: FP8 weights with a byte of correction, one pass.
+
+Quotients and roots are approximate (`triton.adam_change`); the rest is exact.
 
 A master is a count of 15 bits and a sign (E4M11). Joining and splitting are integer arithmetic. Shifted to FP32's bit
 position, the count is a float; multiplying it by 2¹²⁰ gives the right exponent, for subnormal numbers too.
@@ -19,10 +21,9 @@ from ..quantize.triton import reciprocal
 from ..rounding import E4M11
 from ..rounding_triton import round_sum_to_grid, rounding_bits, unit_of
 from ..sizes import cdiv
-from .companded_triton import adam_change, bias_correction
 from .operands import AdamHyper, SplitAdamState
 from .state_triton import (
-    TILE_OF_EXACT,
+    TILE_OF_ROUNDED,
     Tiling,
     adam_arguments,
     chunk_size,
@@ -31,6 +32,7 @@ from .state_triton import (
     pointers,
     tile_offsets,
 )
+from .triton import adam_change, step_factors
 
 _MANTISSA_BITS = tl.constexpr(E4M11.mantissa_bits)
 _SMALLEST_NORMAL = tl.constexpr(2.0**E4M11.smallest_exponent)
@@ -119,48 +121,26 @@ def _adamw_split_step(
     factor = tl.load(grad_factor)
     if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
         num_step = tl.load(step)
-        step_size = tl.div_rn(1.0, bias_correction(num_step, log_beta1)) * lr
-        bias_correction2 = bias_correction(num_step, log_beta2)
+        v_factor, eps_per_step = step_factors(num_step, lr, log_beta1, log_beta2, eps)
         tensor = tl.load(chunk_tensor + tl.program_id(0))
         old_scale = tl.load(weight_scales + tensor)
         new_scale = tl.load(new_weight_scales + tensor)
         inverse = reciprocal(new_scale)
         offsets = tile_offsets(SPLIT, ROWS, BLOCK)
         largest = tl.full([], 0, tl.int32)
+        # With one place for all tiles and one maximum after them it took 1,560 µs for 2²⁸ elements on H200, not 1,400.
         for tile in range(TILES):
             start = (tl.program_id(0).to(tl.int64) * TILES + tile) * TILE
             key, number, left, width, gap = unit_of(places, start, n, num_step, offsets, UNIT, TILE)
             bits = rounding_bits(key, number, left, width, gap, 0, offsets, GAPS)
-            g = load_tile(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, True, True)
+            g = load_tile(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, True)
             p = _join_master(tl.load(weight + start + offsets), tl.load(correction + start + offsets), old_scale)
             change = adam_change(
-                g,
-                p,
-                exp_avg,
-                exp_avg_scales,
-                exp_avg_sq,
-                exp_avg_sq_scales,
-                start,
-                offsets,
-                n,
-                bits,
-                step_size,
-                bias_correction2,
-                beta1,
-                one_minus_beta1,
-                beta2,
-                one_minus_beta2,
-                eps,
-                weight_decay,
-                largest_change,
-                DECOUPLED,
-                EXP_AVG_SCALES,
-                EXP_AVG_SQ_SCALES,
-                EXP_AVG_MAX_BITS,
-                EXP_AVG_SQ_MAX_BITS,
-                True,
+                *(g, p, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
+                *(v_factor, eps_per_step, beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay, largest_change),
+                *(DECOUPLED, True, EXP_AVG_SCALES, EXP_AVG_SQ_SCALES, EXP_AVG_MAX_BITS, EXP_AVG_SQ_MAX_BITS, True),
             )
-            change = -(shrink * p + change)
+            change -= shrink * p
             p = round_sum_to_grid(p, change, bits, new_scale * _SMALLEST_NORMAL, _MANTISSA_BITS)
             code, rest, count = _split_master(p, inverse)
             tl.store(weight + start + offsets, code)
@@ -190,7 +170,7 @@ def adamw_split_step_(
     n = state.weight.numel()
     operands = (state.grad, state.exp_avg, state.exp_avg_sq)
     chunk_tensor, weight_scales, new_weight_scales = state.chunk_tensor, state.weight_scales, state.new_weight_scales
-    tiling = Tiling.of(operands, chunk_size(n, chunk_tensor), TILE_OF_EXACT)
+    tiling = Tiling.of(operands, chunk_size(n, chunk_tensor), TILE_OF_ROUNDED)
     places, unit, gaps = tiling.places(n, state.places, chunk_tensor)
     _adamw_split_step[(chunk_tensor.numel(),)](
         *pointers(operands),
@@ -212,7 +192,7 @@ def adamw_split_step_(
         unit,
         gaps,
         num_warps=tiling.num_warps,
-        enable_fp_fusion=False,
+        enable_fp_fusion=True,
     )
     num_tensors = weight_scales.numel()
     _adopt_scales[(cdiv(num_tensors, _ADOPTED),)](

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..companding_triton import companded_scale, decode_companded, encode_companded
+from ...formats import COMPANDED_DTYPES
+from ..companding_triton import companded_scale, decode_companded, round_companded
 from ..quantize.blockwise_triton import FP_MAX_BITS, block_scale, block_size
 from ..quantize.triton import magnitude_bits
 from ..rounding import Places
 from ..rounding_triton import (
-    companding_noise,
     exp_avg_bits,
     exp_avg_sq_bits,
     place_arguments,
@@ -33,9 +33,9 @@ from ..rounding_triton import (
 from .operands import AdamHyper, FlatState
 
 # Elements of a tile. A thread has eight: 16-byte accesses of 16-bit operands, 8-byte ones of FP8.
-# Measured on H200 (optimizer_h200.json): steps over floats are fastest with four warps a tile. Exact steps, with three
-# times the arithmetic, are fastest with one, which needs no barriers.
-TILE_OF_FLOATS, TILE_OF_EXACT = 1024, 256
+# Measured on H200 (optimizer_h200.json): what only moves bytes is fastest with four warps a tile. Steps that round have
+# ten times the arithmetic, and are fastest with one warp, which needs no barriers.
+TILE_OF_FLOATS, TILE_OF_ROUNDED = 1024, 256
 _ELEMENTS_PER_WARP = 256
 # Elements of a program if no chunk determines it: enough to spread the cost of the bias corrections.
 _DEFAULT_CHUNK = 4096
@@ -65,12 +65,8 @@ def load_tile(
     coefficient,
     SCALES: tl.constexpr,
     EVEN: tl.constexpr,
-    EXACT: tl.constexpr = False,
 ):
-    """`coefficient` times the FP32 values of an operand's tile that begins at element `start`; zeros beyond `n`.
-
-    `EXACT` rounds as the reference does where a scaled value is below FP32's normal range.
-    """
+    """`coefficient` times the FP32 values of an operand's tile that begins at element `start`; zeros beyond `n`."""
     if EVEN:
         value = tl.load(payload + start + offsets)
     else:
@@ -84,8 +80,6 @@ def load_tile(
             scale = tl.load(scales + start // EXTENT + index, mask=start + index * EXTENT < n, other=1.0)
         if payload.dtype.element_ty.is_int():
             return decode_companded(value, scale) * coefficient
-        elif EXACT:
-            return value.to(tl.float32) * scale * coefficient
         else:
             # Scales are powers of two, so the order of the products does not matter; this product is made once a block.
             return value.to(tl.float32) * (scale * coefficient)
@@ -173,7 +167,7 @@ def store_moment(
         if dtype.is_int():
             scale = companded_scale(amax_bits)
             noise = exp_avg_sq_bits(bits, 23) if SECOND else exp_avg_bits(bits, 23)
-            encoded = encode_companded(value, scale, companding_noise(noise), dtype)
+            encoded = round_companded(value, scale, noise, dtype)
         else:
             scale, inverse = block_scale(amax_bits, FP_MAX_BITS)
             encoded = round_to_grid(value, inverse, bits, dtype, SECOND, True, amax_bits > 0)
@@ -235,7 +229,7 @@ class Tiling:
     kinds: tuple[int, ...]
 
     @classmethod
-    def of(cls, operands: Sequence[FlatState], chunk: int, tile: int = TILE_OF_FLOATS) -> Tiling:
+    def of(cls, operands: Sequence[FlatState], chunk: int, tile: int) -> Tiling:
         """The tiling for these operands and programs of `chunk` elements, in tiles of `tile` or a large block.
 
         Raises:
@@ -272,6 +266,14 @@ class Tiling:
     def num_warps(self) -> int:
         """Warps that hold eight elements of a tile a thread."""
         return max(1, self.rows * self.split * self.block // _ELEMENTS_PER_WARP)
+
+    def unroll(self, moments: Sequence[FlatState], unit: int, gaps: int) -> int:
+        """Tiles of a program that are computed at once: two, if a thread has registers for both.
+
+        Companded moments take more of them, and so do places that are looked up in each tile or have gaps.
+        """
+        is_companded = any(moment.payload.dtype in COMPANDED_DTYPES for moment in moments)
+        return 1 if is_companded or unit % self.chunk or gaps else 2
 
 
 def chunk_size(n: int, per_chunk: Tensor | None) -> int:

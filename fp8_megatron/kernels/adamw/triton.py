@@ -2,7 +2,7 @@
 
 A step reads and writes every operand once (12 bytes a parameter at level O3, without scales). One program therefore
 owns whole scale blocks of every operand and, if the new master's amax is requested, one whole chunk. On Hopper
-arithmetic limits O3: 75 instructions an element, of which 33 share the pipe of integers, minima and maxima, which takes
+arithmetic limits O3: 65 instructions an element, of which 29 share the pipe of integers, minima and maxima, which takes
 one every second cycle.
 """
 
@@ -16,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ...formats import COMPANDED_DTYPES, MAX_FINITE
+from ...formats import MAX_FINITE
 from ..quantize.triton import encode, magnitude_bits, reciprocal
 from ..rounding_triton import rounding_bits, unit_of
 from ..sizes import cdiv
-from .companded_triton import companded_adamw_step_
 from .operands import AdamHyper, AdamState, FlatState
 from .state_triton import (
+    TILE_OF_FLOATS,
+    TILE_OF_ROUNDED,
     Tiling,
     adam_arguments,
     chunk_size,
@@ -37,6 +38,66 @@ from .state_triton import (
 
 # A learning rate below its reciprocal, 1e-17, moves nothing. The square of a larger one is within FP32's range.
 _MOST_PER_STEP = tl.constexpr(1e17)
+
+
+@triton.jit
+def step_factors(num_step, lr, log_beta1, log_beta2, eps):
+    """`v_factor` and `eps_per_step` of ``-m / (√(v · v_factor) + eps_per_step)``, Adam's change.
+
+    The step size is inside the divisor.
+    """
+    per_step = -_expm1(num_step * log_beta1) / lr
+    moves = per_step < _MOST_PER_STEP
+    v_factor = tl.where(moves, per_step * per_step / -_expm1(num_step * log_beta2), 0.0)
+    return v_factor, tl.where(moves, eps * per_step, float("inf"))
+
+
+@triton.jit
+def adam_change(
+    g,
+    p,
+    exp_avg,
+    exp_avg_scales,
+    exp_avg_sq,
+    exp_avg_sq_scales,
+    start,
+    offsets,
+    n,
+    bits,
+    v_factor,
+    eps_per_step,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    weight_decay,
+    largest_change,
+    DECOUPLED: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    EXP_AVG_SCALES: tl.constexpr,
+    EXP_AVG_SQ_SCALES: tl.constexpr,
+    EXP_AVG_MAX_BITS: tl.constexpr,
+    EXP_AVG_SQ_MAX_BITS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """What a tile's parameters `p` move by, without decoupled decay; its moments move in place."""
+    if not DECOUPLED:
+        g += weight_decay * p
+    m = load_tile(exp_avg, exp_avg_scales, start, offsets, n, beta1, EXP_AVG_SCALES, EVEN) + one_minus_beta1 * g
+    v = load_tile(exp_avg_sq, exp_avg_sq_scales, start, offsets, n, beta2, EXP_AVG_SQ_SCALES, EVEN)
+    v += one_minus_beta2 * g * g
+    store_moment(
+        *(m, exp_avg, exp_avg_scales, start, offsets, n, bits),
+        *(False, EXP_AVG_MAX_BITS, EXP_AVG_SCALES, EVEN),
+    )
+    store_moment(
+        *(v, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
+        *(True, EXP_AVG_SQ_MAX_BITS, EXP_AVG_SQ_SCALES, EVEN),
+    )
+    change = libdevice.fast_dividef(m, -tl.sqrt(v * v_factor) - eps_per_step)
+    if ROUNDS:
+        change = tl.clamp(change, -largest_change, largest_change, propagate_nan=tl.PropagateNan.ALL)
+    return change
 
 
 @triton.jit
@@ -85,6 +146,7 @@ def _adamw_step(
     UNIT: tl.constexpr,
     GAPS: tl.constexpr,
     ROUNDS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     TILE: tl.constexpr = ROWS * SPLIT * BLOCK
     IN_ONE_UNIT: tl.constexpr = UNIT % (TILES * TILE) == 0
@@ -92,43 +154,29 @@ def _adamw_step(
     factor = tl.load(grad_factor)
     if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
         num_step = tl.load(step)
-        # The change is -m / (√(v · v_factor) + eps_per_step): the step size is inside the divisor.
-        per_step = -_expm1(num_step * log_beta1) / lr
-        moves = per_step < _MOST_PER_STEP
-        v_factor = tl.where(moves, per_step * per_step / -_expm1(num_step * log_beta2), 0.0)
-        eps_per_step = tl.where(moves, eps * per_step, float("inf"))
+        v_factor, eps_per_step = step_factors(num_step, lr, log_beta1, log_beta2, eps)
         offsets = tile_offsets(SPLIT, ROWS, BLOCK)
         largest = tl.zeros(offsets.shape, tl.float32)
-        bits = 0
+        bits = tl.zeros(offsets.shape, tl.uint32)
         first = tl.program_id(0).to(tl.int64) * (TILES * TILE)
         if ROUNDS and IN_ONE_UNIT:
             key, number, left, width, gap = unit_of(places, first, n, num_step, offsets, UNIT, TILES * TILE)
-        for tile in tl.static_range(TILES):
+        for tile in tl.range(TILES, loop_unroll_factor=UNROLL):
             start = first + tile * TILE
             g = load_tile(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, EVEN)
             p = load_tile(
                 master, master_scales, start, offsets, n, 1.0 if MASTER_ROUNDS else decay, MASTER_SCALES, EVEN
             )
-            if not DECOUPLED:
-                g += weight_decay * p
-            m = load_tile(exp_avg, exp_avg_scales, start, offsets, n, beta1, EXP_AVG_SCALES, EVEN) + one_minus_beta1 * g
-            v = load_tile(exp_avg_sq, exp_avg_sq_scales, start, offsets, n, beta2, EXP_AVG_SQ_SCALES, EVEN)
-            v += one_minus_beta2 * g * g
-            change = libdevice.fast_dividef(m, -tl.sqrt(v * v_factor) - eps_per_step)
             if ROUNDS:
-                change = tl.clamp(change, -largest_change, largest_change, propagate_nan=tl.PropagateNan.ALL)
                 if IN_ONE_UNIT:
                     bits = rounding_bits(key, number, left, width, gap, tile * TILE, offsets, GAPS)
                 else:
                     key, number, left, width, gap = unit_of(places, start, n, num_step, offsets, UNIT, TILE)
                     bits = rounding_bits(key, number, left, width, gap, 0, offsets, GAPS)
-            store_moment(
-                *(m, exp_avg, exp_avg_scales, start, offsets, n, bits),
-                *(False, EXP_AVG_MAX_BITS, EXP_AVG_SCALES, EVEN),
-            )
-            store_moment(
-                *(v, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
-                *(True, EXP_AVG_SQ_MAX_BITS, EXP_AVG_SQ_SCALES, EVEN),
+            change = adam_change(
+                *(g, p, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
+                *(v_factor, eps_per_step, beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay, largest_change),
+                *(DECOUPLED, ROUNDS, EXP_AVG_SCALES, EXP_AVG_SQ_SCALES, EXP_AVG_MAX_BITS, EXP_AVG_SQ_MAX_BITS, EVEN),
             )
             if MASTER_ROUNDS:
                 change -= shrink * p
@@ -194,18 +242,14 @@ def adamw_step_(
     """`reference.adamw_step_`, one launch. Products may be fused with sums; √ and ÷ are accurate to 2 ulp. What is
     rounded stochastically is rounded with the same random bits.
 
-    For companded moments it calls the exact `companded_triton.companded_adamw_step_`.
-
     Raises:
         ValueError: more than two sizes of scale block, or chunks that are not whole blocks.
     """
-    if any(moment.payload.dtype in COMPANDED_DTYPES for moment in (state.exp_avg, state.exp_avg_sq)):
-        companded_adamw_step_(state, hyper, grad_factor, step, weight, chunk_amax)
-        return
     master = state.master.payload
     n = master.numel()
     operands = state[:4]
-    tiling = Tiling.of(operands, chunk_size(n, chunk_amax))
+    is_rounded = rounds(*operands[1:])
+    tiling = Tiling.of(operands, chunk_size(n, chunk_amax), TILE_OF_ROUNDED if is_rounded else TILE_OF_FLOATS)
     places, unit, gaps = tiling.places(n, state.places, master)
     _adamw_step[(cdiv(n, tiling.chunk),)](
         *pointers(operands),
@@ -225,7 +269,8 @@ def adamw_step_(
         n % tiling.chunk == 0,
         unit,
         gaps,
-        rounds(*operands[1:]),
+        is_rounded,
+        tiling.unroll(operands[1:3], unit, gaps),
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
@@ -240,7 +285,7 @@ def derive_fp8_weights_(
         ValueError: chunks that are not whole blocks.
     """
     n = master.numel()
-    tiling = Tiling.of([FlatState(master, master_scales)], chunk_size(n, chunk_tensor))
+    tiling = Tiling.of([FlatState(master, master_scales)], chunk_size(n, chunk_tensor), TILE_OF_FLOATS)
     tiles, rows, _, block = tiling.shape
     _derive_fp8_weights[(chunk_tensor.numel(),)](
         master,
