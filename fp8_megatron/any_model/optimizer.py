@@ -378,6 +378,12 @@ class FP8Optimizer(torch.optim.Optimizer):
             for (group, params), own in zip(self._added, self.param_groups, strict=True)
         )
         if not same:
+            own = {param for _, params in self._added for param in params}
+            if any(_is_sharded(param) for group in self.param_groups for param in group["params"] if param not in own):
+                raise OptimizerError(
+                    "fully_shard has sharded the model since initialize: first replace_linears, then fully_shard (or "
+                    "Accelerate's prepare under FSDP2), then initialize (docs/fsdp2.md)"
+                )
             raise OptimizerError(
                 "param_groups are not those that the optimizer was built with, and it updates those: change numbers in "
                 "the groups, add groups with add_param_group, and freeze parameters with requires_grad_(False)"
@@ -481,6 +487,11 @@ class FP8Optimizer(torch.optim.Optimizer):
         """The values that plain parameters have are their masters'."""
         if space.space.storage is not StorageClass.LINEAR:
             space.seen = [(slot.param.data_ptr(), slot.param._version) for slot in space.space.slots]
+
+
+def _is_sharded(param: Tensor) -> bool:
+    """Whether `param` is one that torch's ``fully_shard`` has made."""
+    return any(base.__name__ == "DTensor" for base in type(param).__mro__)
 
 
 def _num_ranks() -> int | None:

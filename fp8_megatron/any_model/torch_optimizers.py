@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Adam, AdamW
 
 from ..errors import UserError
@@ -112,8 +113,10 @@ def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, st
     """Check the parameters of one group.
 
     Raises:
-        OptimizerError: one is not the model's, or has a dtype or device that the FP8 optimizer does not take.
+        OptimizerError: one is not the model's or comes twice, or has a dtype or device that the FP8 optimizer does not
+            take.
     """
+    seen: set[Tensor] = set()
     for param in group["params"]:
         if param not in names:
             raise OptimizerError(
@@ -128,6 +131,11 @@ def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, st
                 f"torch's DDP reduces the gradient of {names[param]} already, which no FP8 optimizer held: add its "
                 f"param group before DDP wraps the model"
             )
+        if param in seen:
+            raise OptimizerError(
+                f"the optimizer holds {names[param]} twice: give it each parameter once, as model.parameters() does"
+            )
+        seen.add(param)
         if param.is_meta:
             raise OptimizerError(f"{names[param]} is on the meta device: give the model values first (to_empty, init)")
     devices = {param.device: names[param] for param in names if param.requires_grad}

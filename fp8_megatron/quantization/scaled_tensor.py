@@ -117,6 +117,10 @@ class ScaledTensor(Decoded):
             with torch.no_grad():
                 self.assign(value)
 
+    def data_ptr(self) -> int:
+        """The payload's, by which libraries tell parameters apart (Accelerate under FSDP2). torch's would be 0."""
+        return self._payload.data_ptr()
+
     def set_storage(self, payload: Tensor, scale: Tensor) -> None:
         """Re-point the tensor at other storage of the same shape (a view into a flat buffer)."""
         assert payload.shape == self.shape and payload.is_contiguous(), (payload.shape, self.shape)

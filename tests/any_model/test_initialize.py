@@ -103,6 +103,10 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
             "torch.optim.sgd.SGD: FP8 state needs torch.optim.AdamW",
         ),
         (lambda model: _with()(torch.nn.DataParallel(model)), "the model is a DataParallel: call initialize first"),
+        (
+            lambda model: fp8_megatron.initialize(model, torch.optim.AdamW([*model.parameters(), model[0].weight])),
+            "the optimizer holds 0.weight twice",
+        ),
         (_with(filter="lm_head"), r"filter\('lm_head'\) is not a function: give one of \(name, layer\)"),
         (_with(gradient_accumulation_steps=0), r"gradient_accumulation_steps\(0\) is less than 1: leave it out"),
         (
@@ -110,7 +114,19 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
             r"model has the type AdamW: call initialize\(model, optimizer\) with a torch.nn.Module",
         ),
     ],
-    ids=["twice", "level", "recipe", "replaced before", "other model", "SGD", "wrapped", "filter", "steps", "swapped"],
+    ids=[
+        "twice",
+        "level",
+        "recipe",
+        "replaced before",
+        "other model",
+        "SGD",
+        "wrapped",
+        "a weight twice",
+        "filter",
+        "steps",
+        "swapped",
+    ],
 )
 def test_errors_name_the_value_and_the_fix(call: Callable[[torch.nn.Module], None], message: str) -> None:
     with pytest.raises((UserError, ValueError), match=message):

@@ -14,7 +14,7 @@ import torch
 
 from fp8_megatron.sharding.grad_buffer import ShardedGradBuffer
 from tests.compat import small_training as small
-from tests.harness.ranks import RankPool, on_default_group
+from tests.harness.ranks import RankError, RankPool, on_default_group
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -223,3 +223,67 @@ def test_accumulate_sends_weights_once_a_step(ranks: RankPool, unequal: bool) ->
         assert all((sent > 0) is exchanges for exchanges, sent in counts)
         for name, value in weights.items():
             assert torch.equal(value, results[0][1][name]), name
+
+
+def _sharded_loop(group: Any, order: str, folder: str) -> dict[str, Any]:
+    """A loop under Accelerate's FSDP2 plugin: losses, and those of its second half after a load.
+
+    Accelerate shards on accelerators alone, so its state is told that this is one.
+    """
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
+
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    forget()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="SHARDED_STATE_DICT"
+    )
+    accelerator = accelerator_of(mixed_precision="bf16")
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    assert accelerator.is_fsdp2
+    model, optimizer = small.build(lr=1e-2)
+    if order == "initialize, prepare":
+        model, optimizer = fp8_megatron.initialize(model, optimizer, opt_level="O3")
+        model, optimizer = prepare(accelerator, model, optimizer)
+    else:
+        if order == "replace, prepare, initialize":
+            fp8_megatron.replace_linears(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = prepare(accelerator, model, optimizer)
+    if order == "replace, prepare, initialize":
+        optimizer.optimizer = fp8_megatron.initialize(model, optimizer.optimizer, opt_level="O3")[1]
+
+    def run(data: Any) -> list[float]:
+        losses = []
+        for tokens, classes in data:
+            loss = small.loss_of(model, tokens, classes)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    data = list(small.batches(40, seed=2 + group.rank()))
+    losses = run(data[:20])
+    fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder)
+    fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer.optimizer, model, folder)
+    losses += run(data[20:])
+    fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder)
+    fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer.optimizer, model, folder)
+    return {"losses": losses, "resumed": run(data[20:]), "num_params": len(set(optimizer.param_groups[0]["params"]))}
+
+
+def test_its_fsdp2_shards_fp8_weights(ranks: RankPool, tmp_path: Path) -> None:
+    """All weights are updated, losses are BF16's, and a loaded state continues bit for bit."""
+    results = {}
+    for order in ("prepare", "replace, prepare, initialize"):
+        results[order] = ranks.run(on_default_group, _sharded_loop, order, str(tmp_path / order), num_ranks=2)
+    for plain, fp8 in zip(*results.values(), strict=True):
+        assert fp8["num_params"] == plain["num_params"] == 7
+        assert fp8["resumed"] == fp8["losses"][20:]
+        assert sum(fp8["losses"]) == pytest.approx(sum(plain["losses"]), rel=0.02)
+
+
+def test_its_fsdp2_behind_initialize_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="since initialize: first replace_linears, then fully_shard"):
+        ranks.run(on_default_group, _sharded_loop, "initialize, prepare", str(tmp_path), num_ranks=2)

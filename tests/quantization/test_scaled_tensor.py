@@ -435,3 +435,9 @@ def test_a_written_value_goes_to_the_owner() -> None:
         copied.detach().copy_(value)
     assert isinstance(copies[1], torch.nn.Parameter) and copies[1].requires_grad
     assert torch.equal(owner.written, 2 * value), "a copy has no owner"
+
+
+def test_each_has_an_address_of_its_own() -> None:
+    """Accelerate tells the parameters of a model for FSDP2 apart by it."""
+    first, second = (ScaledTensor.quantize(torch.randn(16, 16)) for _ in range(2))
+    assert first.data_ptr() == first.payload.data_ptr() != second.data_ptr()
