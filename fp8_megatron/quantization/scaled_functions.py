@@ -147,7 +147,8 @@ def written_by_collective(func: Any, args: tuple[Any, ...]) -> list[Any]:
 
 def _has_gradients(func: Any, made: Any) -> bool:
     """Whether autograd could differentiate what `func` made. Comparisons and new tensors have no gradient."""
-    return not _name(func).endswith("_like") and any(
+    name = _name(func)
+    return not (name.endswith("_like") or name.startswith("new_")) and any(
         leaf.is_floating_point() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
     )
 
@@ -191,7 +192,10 @@ def _clone(func: Any, tensor: ScaledTensor, *, memory_format: Any = None) -> Ten
     return tensor.value_here().to(tensor.dtype)
 
 
-def _empty_like(func: Any, tensor: ScaledTensor, *, device: Any = None, **kwargs: Any) -> ScaledTensor:
+def _empty_like(func: Any, tensor: ScaledTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+    """Like an owned weight a plain tensor: what is put aside in it keeps its values, and it takes arithmetic."""
+    if tensor.owner is not None or dtype not in (None, tensor.dtype):
+        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
     return tensor.like(torch.empty_like(tensor.payload, device=device), torch.empty_like(tensor.scale, device=device))
 
 
@@ -200,7 +204,14 @@ def _zeros_like(func: Any, tensor: ScaledTensor, *, dtype: Any = None, device: A
     return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
 
-def _new(func: Any, tensor: ScaledTensor, size: Sequence[int], *, device: Any = None, **kwargs: Any) -> ScaledTensor:
+def _new(
+    func: Any, tensor: ScaledTensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, **kwargs: Any
+) -> Tensor:
+    """Rows of a weight without an owner, as FSDP2 makes them; otherwise a plain tensor."""
+    is_rows = len(size) == tensor.dim() and tuple(size[1:]) == tuple(tensor.shape[1:])
+    if tensor.owner is not None or not is_rows or dtype not in (None, tensor.dtype):
+        plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return func(plain, size, dtype=dtype, device=device, **kwargs)
     payload = func(tensor.payload, size, device=device)
     return tensor.sized(payload, is_zero=func is _aten.new_zeros.default)
 
