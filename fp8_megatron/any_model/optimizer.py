@@ -394,7 +394,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         if num_ranks is not None and num_ranks > 1:
             raise OptimizerError(
                 f"torch.distributed has {num_ranks} ranks now and had none at initialize, so gradients stay on their "
-                f"ranks: call init_process_group (or make the Accelerator) before initialize"
+                f"ranks: call init_process_group (or make the Accelerator, or Trainer's TrainingArguments) before "
+                f"initialize"
             )
 
     def _grad_factor(self) -> Tensor:

@@ -98,8 +98,8 @@ class RefusesDDP:
     def __iter__(self) -> Iterator[str]:
         raise ReplicaError(
             "torch's DDP wraps a model that initialize has seen before init_process_group, so its optimizer knows no "
-            "ranks: call init_process_group (or make the Accelerator) before initialize. With PyTorch Lightning call "
-            "initialize in configure_model"
+            "ranks: call init_process_group (or make the Accelerator, or Trainer's TrainingArguments) before "
+            "initialize. With PyTorch Lightning call initialize in configure_model"
         )
 
     def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from ..device.group import Group
 from ..formats import STATE_BLOCK, StorageFormats
 from ..optimizer.state import StateTensor
-from ..sharding.partition import storage_class
+from ..sharding.partition import alone, storage_class
 from ..sharding.storage import ModelStorage
 from .sharded_param import ShardedParam
 from .state_dicts import PAYLOAD, SCALE, STATE_KEYS, stored_names
@@ -176,6 +176,8 @@ def _decoded(payload: Tensor, scales: Tensor) -> Tensor:
 
 
 def _dtensor(local: Tensor, param: DTensor, placements: tuple[Placement, ...], size: tuple[int, ...]) -> DTensor:
+    if local.storage_offset():  # torch's stager (async_save) takes a DTensor with an offset for one with memory
+        local = alone(local.view(torch.uint8)).view(local.dtype)
     stride = torch.empty(size, device="meta").stride()
     return DTensor.from_local(
         local, param.device_mesh, placements, run_check=False, shape=torch.Size(size), stride=stride

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, load, save
+from torch.distributed.checkpoint import DefaultLoadPlanner, async_save, load, save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -29,14 +29,20 @@ Group = torch.distributed.ProcessGroup
 def train_and_save(
     group: Group, folder: str, opt_level: str, dtype: torch.dtype, flattens: bool
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Three steps, a checkpoint, three more: their losses and the weights at the end."""
+    """Three steps, a checkpoint that is written during three more: their losses and the weights at the end."""
     model, optimizer = build(opt_level, dtype)
     for step in range(3):
         train_step(model, optimizer, step)
     options = StateDictOptions(flatten_optimizer_state_dict=flattens)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    return [train_step(model, optimizer, step) for step in range(3, 6)], whole_weights(model)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    if flattens:
+        save(state, checkpoint_id=folder)
+        return [train_step(model, optimizer, step) for step in range(3, 6)], whole_weights(model)
+    saving = async_save(state, checkpoint_id=folder, process_group=torch.distributed.new_group())
+    losses = [train_step(model, optimizer, step) for step in range(3, 6)]
+    saving.result()
+    return losses, whole_weights(model)
 
 
 def resume(
