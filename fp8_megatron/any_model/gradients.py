@@ -26,6 +26,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..nn.compiled import decides_by_tokens
 from ..quantization.weight_grad import GradPlace, WeightGrad, write_wide_
+from ..quantization.weight_products import without_products
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
 from ..sharding.partition import ParamSpace, Slot, StorageClass, alone
@@ -50,29 +51,32 @@ class ParamGrad:
 
     def accumulate_(self, grad: Tensor | WeightGrad) -> None:
         """Add one micro-batch's gradient (any float dtype, the parameter's shape), if backward is to make it."""
-        if self.param.requires_grad and self._is_wanted():
-            self.space.accumulate_(self, grad)
+        with without_products():
+            if self.param.requires_grad and self._is_wanted():
+                self.space.accumulate_(self, grad)
 
     def note_forward(self) -> None:
         """A forward begins whose backward will give a gradient: until then, memory of gradients that nobody holds is
         free."""
-        if self.param.grad is None:
-            self.space.note_forward(self.slot)
+        with without_products():
+            if self.param.grad is None:
+                self.space.note_forward(self.slot)
 
     def take_place(self) -> GradPlace | None:
         """Where the next gradient goes: it counts as written, so the caller writes it now. None: give it to
         `accumulate_`."""
         param = self.param
-        present = param.grad
-        if not param.requires_grad or param._backward_hooks or (present is not None and not self.is_own(present)):
-            return None
-        place = self.space.place_of_next(self.slot, is_first=present is None)
-        if place is None or not self._is_wanted():
-            return None
-        if present is not self.tensor:
-            self.show(self.tensor)
-        self.space.mark_next(self.slot, is_first=present is None)
-        return place
+        with without_products():
+            present = param.grad
+            if not param.requires_grad or param._backward_hooks or (present is not None and not self.is_own(present)):
+                return None
+            place = self.space.place_of_next(self.slot, is_first=present is None)
+            if place is None or not self._is_wanted():
+                return None
+            if present is not self.tensor:
+                self.show(self.tensor)
+            self.space.mark_next(self.slot, is_first=present is None)
+            return place
 
     def _is_wanted(self) -> bool:
         """Whether the backward that runs is to give this parameter a gradient. ``torch.autograd.grad`` and
@@ -167,7 +171,8 @@ class ParamGrad:
 def _take_autograds(param: Tensor) -> None:
     # Not a bound method: torch does not show Python's collector what such a hook refers to, so a hook that leads back
     # to its parameter would keep the whole model in memory for good.
-    param.main_grad.take_autograds(param)  # type: ignore[attr-defined]
+    with without_products():
+        param.main_grad.take_autograds(param)  # type: ignore[attr-defined]
 
 
 class SpaceGrads(ABC):
@@ -193,13 +198,14 @@ class SpaceGrads(ABC):
     def settle(self) -> list[bool]:
         """Make the storage agree with ``p.grad``: for each slot, whether it has a gradient. Others become zero."""
         used, unused, elsewhere = [], [], []
-        for own in self.grads:  # one pass, because a read of ``p.grad`` costs the host time
-            grad = own.param.grad
-            used.append(grad is not None)
-            if grad is None:
-                unused.append(own)
-            elif not own.is_own(grad):
-                elsewhere.append(own)
+        with without_products():
+            for own in self.grads:  # one pass, because a read of ``p.grad`` costs the host time
+                grad = own.param.grad
+                used.append(grad is not None)
+                if grad is None:
+                    unused.append(own)
+                elif not own.is_own(grad):
+                    elsewhere.append(own)
         self._take(elsewhere)
         for own in unused:  # behind those that may get new memory for their neighbours too
             self.zero_(own.slot)

@@ -37,10 +37,6 @@ class CompilableLayer(Protocol):
     token: Tensor
 
     @property
-    def added_bias(self) -> Tensor | None:
-        """[out_features]."""
-
-    @property
     def evaluates(self) -> bool:
         """Whether a forward now does not train the layer."""
 
@@ -59,13 +55,11 @@ def new_token(layer: CompilableLayer) -> Tensor:
     return torch.tensor([float(number)], dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-def compiled_linear(x: Tensor, layer: CompilableLayer, dtype: torch.dtype) -> Tensor:
-    """y [T, N] in `dtype` = x [T, K] · Wᵀ + b, with the bits of `fp8_linear`."""
+def compiled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """y [T, N] in `dtype` = x [T, K] · Wᵀ + bias [N], with the bits of `fp8_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
     has_blocks = not layer.quantizers.input.format.has_one_scale
-    y: Tensor = _Linear.apply(
-        x, layer.token, layer.added_bias, layer.out_features, dtype, keeps_input, has_blocks, layer.evaluates
-    )
+    y: Tensor = _Linear.apply(x, layer.token, bias, layer.out_features, dtype, keeps_input, has_blocks, layer.evaluates)
     return y
 
 

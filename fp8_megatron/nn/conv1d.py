@@ -17,6 +17,9 @@ class FP8Conv1D(FP8Linear):
     The parameter itself is [out_features, in_features], as the GEMM takes it.
     """
 
+    def _offer_products(self) -> None:
+        """Offer none: code that reads the weight expects GPT-2's, which is transposed."""
+
     def plain_weight(self, *, here: bool = False) -> Tensor:
         """The weight [in_features, out_features] (`FP8Linear.plain_weight`)."""
         return super().plain_weight(here=here).t().contiguous()

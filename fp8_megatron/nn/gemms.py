@@ -21,6 +21,7 @@ from ..quantization.operand import Quantized, multiply_into_
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_grad import GradPlace, WeightGrad
+from ..quantization.weight_products import without_products
 from .links import LinearLinks
 from .operands import MainGrad
 from .parallelism import LOCAL, Local, PendingSum
@@ -180,7 +181,9 @@ def delivered_wgrad(grad: Tensor | WeightGrad, linear: LinearParams) -> Tensor |
     """Give a weight's gradient [N, K] to its `main_grad`. If it has none, or hooks that are to see the gradient
     (``register_hook``), return it, for autograd."""
     main_grad: MainGrad | None = getattr(linear.weight, "main_grad", None)
-    if main_grad is None or linear.weight._backward_hooks:
+    with without_products():
+        has_hooks = bool(linear.weight._backward_hooks)
+    if main_grad is None or has_hooks:
         return grad.wide() if isinstance(grad, WeightGrad) else grad
     main_grad.accumulate_(grad)
     return None

@@ -136,6 +136,12 @@ class FP8Linear(torch.nn.Linear):
         if self.weight.home is None:
             self.weight.home = Home(self.name)
         self.home = self.weight.home
+        self._offer_products()
+
+    def _offer_products(self) -> None:
+        """Let torch's products with the layer's weight be `multiply`."""
+        if self.home is not None:
+            self.home.add(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] → [..., out_features], of any leading shape.
@@ -153,6 +159,19 @@ class FP8Linear(torch.nn.Linear):
             return self._multiply_plain(x, dtype)
         y = self._multiply(x, torch.bfloat16 if dtype is torch.float32 else dtype)
         return y.float() if dtype is torch.float32 else y
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x·Wᵀ + bias [out_features], whatever else `forward` does: what `torch.nn.functional.linear` computes with the
+        layer's weight (`quantization.weight_products`).
+
+        Raises:
+            TypeError, ValueError: see `forward`; the bias has another shape.
+        """
+        self._check(x)
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(f"{self.name}: the bias is {tuple(bias.shape)}, not {(self.out_features,)}")
+        dtype = compute_dtype(x)
+        return self._gemms(x, torch.bfloat16 if dtype is torch.float32 else dtype, bias).to(dtype)
 
     def _check(self, x: Tensor) -> None:
         if x.dtype not in _DTYPES:
@@ -192,9 +211,9 @@ class FP8Linear(torch.nn.Linear):
         """
         if self.home is not None:
             self._check_not_exported()
-        return self._linear_in_torch(x, self.weight, dtype)
+        return _linear_in_torch(x, self.weight, self.added_bias, dtype)
 
-    def _multiply_exchanged(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _multiply_exchanged(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         """The output in `dtype` with another FP8 weight than the layer's own, inside a graph, whose operators know the
         layer's own alone. The weight is decoded, and nothing else is in FP8.
         """
@@ -206,14 +225,14 @@ class FP8Linear(torch.nn.Linear):
             )
         payload, scale = weight._payload, weight._scale
         value = (payload.to(torch.float32).reshape(scale.numel(), -1) * scale[:, None]).reshape(payload.shape)
-        return self._linear_in_torch(x, value, dtype)
-
-    def _linear_in_torch(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        bias = self.added_bias
-        return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return _linear_in_torch(x, value, bias, dtype)
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The output in `dtype`."""
+        return self._gemms(x, dtype, self.added_bias)
+
+    def _gemms(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """x·Wᵀ + bias in `dtype`."""
         if not torch.compiler.is_compiling():
             if torch._C._are_functorch_transforms_active():
                 raise UserError(
@@ -223,7 +242,7 @@ class FP8Linear(torch.nn.Linear):
             weight: Any = self._parameters["weight"]
             linear = LinearParams(
                 weight,
-                self.added_bias,
+                bias,
                 self.quantizers_now,
                 sharing=self.sharing,
                 recomputations=self.recomputations,
@@ -236,8 +255,8 @@ class FP8Linear(torch.nn.Linear):
                 f"backward computes again: leave it out"
             )
         if self.weight.home is not self.home:
-            return self._multiply_exchanged(x, dtype)
-        y = compiled_linear(as_rows(x, self._row_multiple), self, dtype)
+            return self._multiply_exchanged(x, dtype, bias)
+        y = compiled_linear(as_rows(x, self._row_multiple), self, bias, dtype)
         return y[: x.numel() // self.in_features].view(*x.shape[:-1], self.out_features)
 
     def _check_not_exported(self) -> None:
@@ -292,6 +311,7 @@ class FP8Linear(torch.nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.token, self.sharing = new_token(self), InputSharing()  # a copy is a layer of its own
+        self._offer_products()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -360,6 +380,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a layer's output: autocast's if it is on, otherwise x's."""
     device_type = "cuda" if x.is_cuda else x.device.type  # torch makes a new string at each call
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+
+
+def _linear_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def stored(value: Tensor, storage: StorageDtype) -> ScaledTensor:

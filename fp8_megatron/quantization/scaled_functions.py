@@ -39,9 +39,9 @@ _PRODUCTS = frozenset(
 
 
 _ADVICE = (
-    "torch has no gradient for it. To read the weight, use torch.no_grad(). If a loss or a module takes its layer's "
-    "weight, keep the layer a torch.nn.Linear (filter=…), or use a copy without FP8, "
-    "fp8_megatron.any_model.plain_model(model)"
+    "torch has a gradient for F.linear(x, p, bias), x @ p.t() and p @ x alone, of a layer's own weight p. To read the "
+    "weight, use torch.no_grad(). If a loss or a module takes it otherwise, keep the layer a torch.nn.Linear "
+    "(filter=…), or use a copy without FP8, fp8_megatron.any_model.plain_model(model)"
 )
 
 

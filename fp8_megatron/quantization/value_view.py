@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import scaled_functions
+from . import scaled_functions, weight_products
+from .untraced import enters_no_graph
 
 
 class Decoded(torch.Tensor):
@@ -18,7 +19,10 @@ class Decoded(torch.Tensor):
     array, or torch's own error if autograd is on. The array cannot be written to, because nobody would see it.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    @enters_no_graph
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return weight_products.call(func, types, args, kwargs or {})
 
     @property
     def takes_arithmetic(self) -> bool:
@@ -94,8 +98,12 @@ class ValueView(Decoded):
         base: a tensor of which it is a view.
         take: the view of plain values of the base's shape.
         example: what `take` makes, on the meta device.
+
+    Attributes:
+        transpose_of: the layer's weight that it is the transpose of, for products (`weight_products`); None: it is not.
     """
 
+    transpose_of: Decoded | None = None
     _base_tensor: Decoded
     _take: Callable[[Tensor], Tensor]
 

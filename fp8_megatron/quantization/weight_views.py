@@ -6,9 +6,12 @@ A view of a weight reads and writes the same memory, so a write through any of t
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch import Tensor
+
+from .untraced import enters_no_graph
 
 if TYPE_CHECKING:
     from .scaled_tensor import ScaledTensor
@@ -35,6 +38,15 @@ class WeightOwner(Protocol):
 
     def value_here(self) -> Tensor:
         """`value` where this rank has all of it, otherwise the value of payload and scale. No other rank is asked."""
+
+
+class WeightLayer(Protocol):
+    """A module with a `ScaledTensor` as its parameter ``weight``."""
+
+    _parameters: dict[str, Any]
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x·Wᵀ + bias, as the layer computes it."""
 
 
 class OwnerOfView:
@@ -113,11 +125,33 @@ class Home:
         name: the layer's, for errors.
     """
 
-    __slots__ = ("name", "num_writes")
+    __slots__ = ("_layers", "name", "num_writes")
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.num_writes = 0
+        self._layers: list[weakref.ref[WeightLayer]] = []
+
+    def add(self, layer: WeightLayer) -> None:
+        """`layer` has the weight, perhaps beside others. torch's products with it are the layer's."""
+        self._layers = [known for known in self._layers if known() not in (None, layer)] + [weakref.ref(layer)]
+
+    @enters_no_graph
+    def layer_of(self, weight: ScaledTensor) -> WeightLayer | None:
+        """The first layer whose parameter `weight` is, and not a view or a copy of it."""
+        for known in self._layers:
+            layer = known()
+            if layer is not None and layer._parameters.get("weight") is weight:
+                return layer
+        return None
+
+    def __getstate__(self) -> tuple[str, int]:
+        """Copied and pickled layers add themselves."""
+        return self.name, self.num_writes
+
+    def __setstate__(self, state: tuple[str, int]) -> None:
+        self.name, self.num_writes = state
+        self._layers = []
 
     def note_write(self) -> None:
         """Values were rounded to the weight's FP8."""
