@@ -66,6 +66,7 @@ RUNS = {
     "O3-delayed": _DELAYED,
     "O3-blockwise": ["--precision", "fp8", "--fp8-recipe", "blockwise"],
     "O3-lean": [*_HISTORY, *_HEAD, *_BLOCKS],
+    "O3-default": [*_HISTORY, "--no-fp8-lm-head", "--fp8-weight-grad-scaling", "delayed"],
     "O3-fast": _FAST,
     "O3-fp8-attention": [*_FAST, "--fp8-dot-product-attention"],
     "O3-graph": [*_FAST, *_GRAPH],

@@ -24,6 +24,8 @@ LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("--no-fp8-lm-head", "--fp8-weight-grad-scaling", "block"),
         ),
         "O3-blockwise": (*_O3, "--fp8-recipe", "blockwise"),
+        # --precision fp8 alone
+        "default": (*_O3, "--fp8-recipe", "delayed", "--no-fp8-lm-head", "--fp8-weight-grad-scaling", "delayed"),
         # configs/fast.yaml
         "fast": (
             *(*_O3, "--fp8-recipe", "delayed"),

@@ -47,9 +47,9 @@ from .program import exit_status, share_import_path
 LEVELS = {
     **levels_of("bf16"),
     "te": levels_of("te-delayed")["te-delayed"],
-    **levels_of("O1", "O2", "O3", "O3-delayed", "O3-blockwise", "fast", "5-byte"),
+    **levels_of("O1", "O2", "O3", "O3-delayed", "O3-blockwise", "default", "fast", "5-byte"),
 }
-DEFAULT_LEVELS = ["bf16", "te", "O1", "O2", "O3", "fast", "5-byte"]
+DEFAULT_LEVELS = ["bf16", "te", "O1", "O2", "O3", "default", "fast", "5-byte"]
 
 
 def main(words: Sequence[str] | None = None, prog: str = "parity.py") -> int:

@@ -30,6 +30,11 @@ def test_fast_is_the_configuration_of_that_name() -> None:
     assert parse_config(parity.LEVELS["fast"]) == parse_config(["--config", str(CONFIGS / "fast.yaml")])
 
 
+def test_default_is_what_fp8_does_by_itself() -> None:
+    named, plain = (parse_config(flags) for flags in (parity.LEVELS["default"], ["--precision", "fp8"]))
+    assert named.fp8_summary == plain.fp8_summary
+
+
 @pytest.mark.parametrize("model", ["gpt_125m", "llama_125m", "gpt_345m"])
 def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
     levels = [level for level in parity.LEVELS if level != "te"]
