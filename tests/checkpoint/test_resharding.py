@@ -54,7 +54,7 @@ LEVELS = {
     "O3": PrecisionConfig(opt_level="O3"),
 }
 COMPANDED = PrecisionConfig(exp_avg_dtype=StorageDtype.INT8, exp_avg_sq_dtype=StorageDtype.UINT8)
-DELAYED = PrecisionConfig(fp8_recipe="delayed")
+DELAYED = PrecisionConfig(fp8_recipe="delayed", fp8_lm_head=True)
 SPLIT = replace(COMPANDED, main_params_dtype=StorageDtype.SPLIT)
 MODELS = {"gpt3": replace(GPT3_STYLE, num_layers=4), "llama": replace(LLAMA_STYLE, num_layers=4)}
 NUM_MICRO_BATCHES = 4
