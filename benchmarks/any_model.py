@@ -116,9 +116,9 @@ def main() -> int:
     results: list[Result] = []
     for model in args.models:
         results += _in_a_process(model, args)
+        if args.output is not None:  # after each model, so that a kill keeps those before
+            write_output(args.output, (json.dumps(_report(results), indent=1) + "\n").encode())
     Console(width=150).print(_table(results))
-    if args.output is not None:
-        write_output(args.output, (json.dumps(_report(results), indent=1) + "\n").encode())
     return int(any(result.error is not None for result in results))
 
 
