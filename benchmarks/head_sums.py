@@ -33,6 +33,7 @@ from torch import Tensor
 
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.lm_head import with_sizes
 from benchmarks.provenance import commit, versions
 from fp8_megatron.commands.arguments import Parser, output_file, whole
 from fp8_megatron.commands.program import exit_status
@@ -45,8 +46,15 @@ from fp8_megatron.quantization.stats import snr_db
 _OWN_STD, _CONSTANT = 1.6, 3.0
 #: Products that a tensor core adds at once, and those between two additions in FP32.
 _GROUP, _TILE = 32, 128
-#: Labels of a row, from the first number up to below the second.
-_CLASSES = ((0, 1), (1, 4), (4, 16), (16, 64), (64, 256), (256, 1 << 30))
+#: How many labels a row has: from the first number up to below the second.
+_CLASSES = {
+    "0 labels": (0, 1),
+    "1 to 3 labels": (1, 4),
+    "4 to 15 labels": (4, 16),
+    "16 to 63 labels": (16, 64),
+    "64 to 255 labels": (64, 256),
+    "256 labels or more": (256, 1 << 30),
+}
 #: Rows of a class and tokens that are measured.
 _MOST_ROWS, _MOST_TOKENS = 24, 64
 
@@ -98,30 +106,22 @@ def measure(problem: Problem, sum_bits: int) -> dict[str, Sums]:
     """Figures by form, GEMM and class of rows."""
     found = {}
     counts = torch.bincount(problem.labels, minlength=len(problem.weight))
+    tokens = torch.arange(0, len(problem.x), max(1, len(problem.x) // _MOST_TOKENS), device=problem.x.device)
     for form in ("p − onehot", "p"):
-        grad, weight, x = problem.operands(form)
-        own = torch.zeros_like(grad.float()).scatter_(1, problem.labels[:, None], 1.0).bool()
-        others = grad.float().masked_fill(own, 0.0) if form != "p" else grad.float()
-        rows = torch.arange(0, len(grad), max(1, len(grad) // _MOST_TOKENS), device=grad.device)
-        found[f"{form}, dgrad"] = _sums(grad[rows], weight, others[rows], sum_bits)
-        for low, high in _CLASSES:
-            members = ((counts >= low) & (counts < high)).nonzero()[:, 0]
-            if len(members):
-                members = members[:: max(1, len(members) // _MOST_ROWS)]
-                columns = [part.float()[:, members].t().contiguous() for part in (grad, others)]
-                labels = (
-                    f"{low} labels"
-                    if high == low + 1
-                    else f"{low} to {high - 1} labels"
-                    if high < 1 << 30
-                    else f"{low} labels or more"
-                )
-                found[f"{form}, wgrad, {labels}"] = _sums(columns[0].to(E5M2), x, columns[1], sum_bits)
+        payload, weight, x = problem.operands(form)
+        grad = payload.float()
+        others = grad if form == "p" else grad.scatter(1, problem.labels[:, None], 0.0)
+        found[f"{form}, dgrad"] = _sums(grad[tokens], weight, others[tokens], sum_bits)
+        for labels, (low, high) in _CLASSES.items():
+            rows = ((counts >= low) & (counts < high)).nonzero()[:, 0]
+            if len(rows):
+                rows = rows[:: max(1, len(rows) // _MOST_ROWS)]
+                found[f"{form}, wgrad, {labels}"] = _sums(grad[:, rows].t(), x, others[:, rows].t(), sum_bits)
     return found
 
 
 def _sums(a: Tensor, b: Tensor, others: Tensor, sum_bits: int) -> Sums:
-    """Figures of a [M, K] · b [K, h]; `others` [M, K] are the elements of `a` without labels."""
+    """Figures of a [M, K] · b [K, h]: E5M2 numbers in FP32, and E4M3. `others` [M, K] is `a` without labels."""
     exact = a.double() @ b.double()
     if a.is_cuda:
         one, count = torch.ones(1, device=a.device), len(a)
@@ -129,7 +129,7 @@ def _sums(a: Tensor, b: Tensor, others: Tensor, sum_bits: int) -> Sums:
         padded[:count] = a
         product = ops.scaled_mm(padded, b.t().contiguous(), one, one, out_dtype=torch.float32)[:count]
     else:
-        product = _emulated(a.float(), b.float(), sum_bits)
+        product = _emulated(a, b.float(), sum_bits)
     direction = b.double().mean(dim=0)
     bias = ((product.double() - exact) @ direction).sum() / (others.double() @ b.double() @ direction).sum()
     return Sums(db=snr_db(product, exact), bias_percent=100 * bias.item())
@@ -166,14 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(description=__doc__)
     parser.add_argument("--output", type=output_file, help="JSON file to write")
-    parser.add_argument("--tokens", type=whole(least=128, most=1 << 16), default=8192)
-    parser.add_argument("--vocabulary", type=whole(least=128, most=1 << 18), default=32000)
-    parser.add_argument("--width", type=whole(least=16, most=1 << 14), default=1024)
     parser.add_argument("--sum-bits", type=whole(least=4, most=23), default=13, help="of an emulated sum, on a CPU")
-    args = parser.parse_args(words)
-    for name in ("tokens", "vocabulary", "width"):
-        if getattr(args, name) % 16:
-            parser.error(f"--{name} {getattr(args, name)} is not a multiple of 16, which FP8 GEMMs take")
+    args = with_sizes(parser, words, tokens=8192, vocabulary=32000, width=1024)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = measure(Problem(args.tokens, args.vocabulary, args.width, device), args.sum_bits)
     table = Table(title="" if device.type == "cuda" else f"emulated, {args.sum_bits} bits")

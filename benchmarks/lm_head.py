@@ -16,6 +16,7 @@ the norm's output is common to all tokens, and labels are drawn from the model's
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shlex
@@ -168,18 +169,24 @@ def _rounded(value: Tensor, dtype: torch.dtype, amax: float | None = None) -> Te
     return (value / scale).clamp(-most, most).float().to(dtype).double() * scale
 
 
+def with_sizes(parser: Parser, words: Sequence[str], *, tokens: int, vocabulary: int, width: int) -> argparse.Namespace:
+    """The command line with the sizes of a head, which have these defaults."""
+    parser.add_argument("--tokens", type=whole(least=16, most=1 << 16), default=tokens)
+    parser.add_argument("--vocabulary", type=whole(least=128, most=1 << 18), default=vocabulary)
+    parser.add_argument("--width", type=whole(least=16, most=1 << 14), default=width)
+    args = parser.parse_args(words)
+    for name in ("tokens", "vocabulary", "width"):
+        if getattr(args, name) % 16:
+            parser.error(f"--{name} {getattr(args, name)} is not a multiple of 16, which FP8 GEMMs take")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(description=__doc__)
     parser.add_argument("--output", type=output_file, help="JSON file to write")
-    parser.add_argument("--tokens", type=whole(least=16, most=1 << 16), default=2048)
-    parser.add_argument("--vocabulary", type=whole(least=128, most=1 << 18), default=8192)
-    parser.add_argument("--width", type=whole(least=16, most=1 << 14), default=256)
-    args = parser.parse_args(words)
-    for name in ("tokens", "vocabulary", "width"):
-        if getattr(args, name) % 16:
-            parser.error(f"--{name} {getattr(args, name)} is not a multiple of 16, which FP8 GEMMs take")
+    args = with_sizes(parser, words, tokens=2048, vocabulary=8192, width=256)
     problem = Problem(args.tokens, args.vocabulary, args.width, seed=0)
     gradients = measure_gradients(problem)
     loss = -problem.shares.gather(1, problem.labels).log().mean().item()

@@ -3,6 +3,7 @@
 For kernels compiled with ``enable_fp_fusion=False``: each product and sum is rounded separately, and fused operations
 are written as `fma`. The code is bound by instructions, not memory. IEEE's divisions and roots test for arguments out
 of range; shorter sequences replace them, equally exact where the result matters. Additions replace conversions.
+The optimizer's step rounds with `round_companded`, which is approximate and takes any kernel.
 """
 
 # The parameters of a Triton kernel have no Python types.

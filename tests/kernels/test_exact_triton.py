@@ -368,7 +368,7 @@ def given(places: str | None, n: int) -> list[ops.Places | None]:
     return [None if places is None else places_of(places, n, device) for device in ("cpu", DEVICE)]
 
 
-def companded_step_is_exact(
+def companded_step_is_right(
     case: CompandedCase, fill: str, step: float, factor: float, places: str | None = None
 ) -> None:
     n = case.num_elements
@@ -400,28 +400,28 @@ def companded_step_is_exact(
 @pytest.mark.parametrize("step", [1.0, 1000.0])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_companded_adamw(case: CompandedCase, step: float) -> None:
-    companded_step_is_exact(case, "gaussian", step, 0.7)
+    companded_step_is_right(case, "gaussian", step, 0.7)
 
 
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7]], ids=str)
 def test_companded_adamw_of_parts_of_parameters(case: CompandedCase, places: str) -> None:
-    companded_step_is_exact(case, "gaussian", 5.0, 0.7, places)
+    companded_step_is_right(case, "gaussian", 5.0, 0.7, places)
 
 
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[7]], ids=str)
 def test_companded_adamw_of_awkward_values(case: CompandedCase, fill: str) -> None:
-    companded_step_is_exact(case, fill, 3.0, 0.7)
+    companded_step_is_right(case, fill, 3.0, 0.7)
 
 
 def test_companded_adamw_of_many() -> None:
-    companded_step_is_exact(CompandedCase("large", num_elements=LARGE), "gaussian", 17.0, 0.3)
+    companded_step_is_right(CompandedCase("large", num_elements=LARGE), "gaussian", 17.0, 0.3)
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
 def test_companded_adamw_is_skipped(factor: float) -> None:
-    companded_step_is_exact(CASES[0], "gaussian", 3.0, factor)
+    companded_step_is_right(CASES[0], "gaussian", 3.0, factor)
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.95, 0.99, 0.999, 0.9999])
@@ -429,7 +429,7 @@ def test_bias_corrections(beta: float) -> None:
     """Of every size of exponent: a step whose update is the correction itself, through unscaled storage beside it."""
     for step in (1.0, 2.0, 3.0, 7.0, 30.0, 200.0, 1000.0, 12345.0, 1e6, 1e7):
         case = CompandedCase("one_block", grad=(FP32, None), master=(FP32, None), num_elements=4096, betas=(beta, beta))
-        companded_step_is_exact(case, "gaussian", step, 1.0)
+        companded_step_is_right(case, "gaussian", step, 1.0)
 
 
 # AdamW over a split master.
@@ -464,7 +464,7 @@ SPLIT_CASES = (
 )
 
 
-def split_step_is_exact(case: SplitCase, fill: str, step: float, factor: float, places: str | None = None) -> None:
+def split_step_is_right(case: SplitCase, fill: str, step: float, factor: float, places: str | None = None) -> None:
     n = case.chunk * case.num_chunks
     on_cpu_places, on_gpu_places = given(places, n)
     grad, exp_avg, exp_avg_sq, master = values(n, fill)
@@ -504,28 +504,28 @@ def split_step_is_exact(case: SplitCase, fill: str, step: float, factor: float, 
 @pytest.mark.parametrize("step", [1.0, 1000.0])
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
 def test_adamw_split(case: SplitCase, step: float) -> None:
-    split_step_is_exact(case, "gaussian", step, 0.7)
+    split_step_is_right(case, "gaussian", step, 0.7)
 
 
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("case", [SPLIT_CASES[0], SPLIT_CASES[5]], ids=str)
 def test_adamw_split_of_parts_of_parameters(case: SplitCase, places: str) -> None:
-    split_step_is_exact(case, "gaussian", 5.0, 0.7, places)
+    split_step_is_right(case, "gaussian", 5.0, 0.7, places)
 
 
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("case", [SPLIT_CASES[0], SPLIT_CASES[1], SPLIT_CASES[4]], ids=str)
 def test_adamw_split_of_awkward_values(case: SplitCase, fill: str) -> None:
-    split_step_is_exact(case, fill, 3.0, 0.7)
+    split_step_is_right(case, fill, 3.0, 0.7)
 
 
 def test_adamw_split_of_many() -> None:
-    split_step_is_exact(SplitCase("large", num_chunks=LARGE // 4096), "gaussian", 17.0, 0.3)
+    split_step_is_right(SplitCase("large", num_chunks=LARGE // 4096), "gaussian", 17.0, 0.3)
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
 def test_adamw_split_is_skipped(factor: float) -> None:
-    split_step_is_exact(SPLIT_CASES[0], "gaussian", 3.0, factor)
+    split_step_is_right(SPLIT_CASES[0], "gaussian", 3.0, factor)
 
 
 def test_adamw_split_adopts_the_scales_of_many_tensors() -> None:
