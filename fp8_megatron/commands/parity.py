@@ -4,7 +4,8 @@
         --config configs/gpt_125m.yaml --data-path PREFIX --tokenizer-model FILE --train-iters 3200
 
 All flags after -- go to training. Runs of one seed see the same data from the same initial weights. The first level is
-the reference. Each run takes one GPU; --gpus runs side by side. Without GPUs they run one after another on the CPU.
+the reference. Each run takes one GPU, or --ranks-per-run of them; runs are side by side on --gpus GPUs. Without GPUs
+they run one after another on the CPU.
 --own-levels NAME=FLAGS adds levels of your own. --finetune-from CHECKPOINT starts every run from the weights of one
 checkpoint, with a new optimizer and schedule.
 
@@ -43,6 +44,7 @@ from .levels import levels_of
 from .parity_results import read_results, show_table, write_results
 from .parity_runs import SAVE_SECONDS, Session, run_flags
 from .program import exit_status, share_import_path
+from .run_settings import run_command_line
 
 LEVELS = {
     **levels_of("bf16"),
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     share_import_path()
     config = check_levels(args)
     finished = read_results(args, config)
-    slots = _slots(args.gpus)
+    slots = _slots(args.gpus, args.ranks_per_run)
     deadline = math.inf if args.time_limit is None else started + args.time_limit - SAVE_SECONDS
     session = Session(args, config, slots, deadline, finished)
     with _interrupts(session):
@@ -97,7 +99,14 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument("--finetune-from", metavar="CHECKPOINT", help="every run starts from these weights")
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3], help="of data and weights (default: 1 2 3)")
-    parser.add_argument("--gpus", type=whole(), help="runs side by side, one a GPU (default: all GPUs)")
+    parser.add_argument("--gpus", type=whole(), help="GPUs of all runs side by side (default: all GPUs)")
+    parser.add_argument(
+        "--ranks-per-run",
+        type=whole(),
+        default=1,
+        metavar="N",
+        help="ranks of each run, a GPU each, or processes without GPUs (default: 1)",
+    )
     parser.add_argument(
         "--time-limit", type=real(above=SAVE_SECONDS, most=1e7), help=f"seconds, more than {SAVE_SECONDS:.0f}"
     )
@@ -162,26 +171,34 @@ def check_levels(args: argparse.Namespace) -> Config:
     for level in args.levels:
         try:
             key = (level, args.seeds[0])
-            check_config(parse_config(run_flags(args, key, Path(args.output_dir) / "runs")), 1)
+            flags = run_flags(args, key, Path(args.output_dir) / "runs")
+            check_config(run_command_line(flags, "pretrain_gpt.py").config, args.ranks_per_run)
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
     return config
 
 
-def _slots(num_gpus: int | None) -> list[str]:
+def _slots(num_gpus: int | None, ranks_per_run: int) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each run side by side; one empty one for the CPU.
 
     Raises:
-        UserError: more GPUs are asked for than there are.
+        UserError: more GPUs are asked for than there are, or they do not divide into runs.
     """
     import torch
 
     count = torch.cuda.device_count()
     if num_gpus is not None and num_gpus > count:
         raise UserError(f"--gpus {num_gpus}, but this machine has {count}; give {count or 'no --gpus'}")
+    if count == 0:
+        return [""]
+    if num_gpus is not None and num_gpus % ranks_per_run != 0:
+        raise UserError(f"--gpus {num_gpus} is no multiple of --ranks-per-run {ranks_per_run}; give a multiple")
+    if ranks_per_run > count:
+        raise UserError(f"--ranks-per-run {ranks_per_run}, but this machine has {count} GPUs; give at most {count}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(index) for index in range(count)]
-    return names[: num_gpus or count] if count else [""]
+    num_runs = (num_gpus or count) // ranks_per_run
+    return [",".join(names[run * ranks_per_run : (run + 1) * ranks_per_run]) for run in range(num_runs)]
 
 
 @contextmanager

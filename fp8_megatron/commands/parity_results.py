@@ -58,6 +58,11 @@ def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, in
             f"{path} has runs with finetune_from({start}), this command has finetune_from({args.finetune_from}); give "
             "the same checkpoint, or another --output-dir"
         )
+    if args.ranks_per_run != (ranks := report.get("ranks_per_run", 1)):
+        raise UserError(
+            f"{path} has runs with --ranks-per-run {ranks}, this command has {args.ranks_per_run}; give the same, or "
+            "another --output-dir"
+        )
     for level in args.levels:
         if flags.get(level, args.flags[level]) != args.flags[level]:
             raise UserError(
@@ -86,6 +91,7 @@ def write_results(
         "settings": common_settings(config),
         "flags": {level: args.flags[level] for level in args.levels},
         "finetune_from": args.finetune_from,
+        "ranks_per_run": args.ranks_per_run,
         **_machine(),
         "comparison": None if parity is None else asdict(parity),
         "runs": [found.to_json() for found in runs],
@@ -94,7 +100,9 @@ def write_results(
     if parity is None or len(parity.levels) < 2:
         return None
     write_output(folder / "parity.md", markdown_table(parity).encode(), "--output-dir")
-    tokens = statistics.fmean(found.num_steps * found.tokens_per_second * found.step_seconds for found in runs)
+    tokens = args.ranks_per_run * statistics.fmean(
+        found.num_steps * found.tokens_per_second * found.step_seconds for found in runs
+    )
     draw_parity(runs, parity, folder / "parity.png", title=f"Precision levels over {tokens / 1e6:,.1f} M tokens")
     return parity
 

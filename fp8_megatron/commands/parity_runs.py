@@ -1,4 +1,4 @@
-"""The runs of a comparison of precision levels: processes side by side, each on a GPU of its own."""
+"""The runs of a comparison of precision levels: processes side by side, each on GPUs of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from ..checkpoint.files import TRACKER
 from ..config.schema import Config
@@ -36,7 +39,7 @@ class Session:
     """The runs of one call.
 
     Attributes:
-        slots: a value of CUDA_VISIBLE_DEVICES for each run side by side; empty for the CPU.
+        slots: a value of CUDA_VISIBLE_DEVICES for each run side by side; one empty value for the CPU.
         deadline: `time.monotonic` at which runs are asked to end; infinite without a limit.
         finished: results by level and seed, of earlier calls too.
     """
@@ -71,11 +74,11 @@ class Session:
                         del running[slot]
                         self._ended(key, process)
                     elif time.monotonic() > self.deadline + SAVE_SECONDS:
-                        process.popen.kill()
+                        _kill(process.popen)
                 time.sleep(_POLL_SECONDS)
         finally:
             for _, process in running.values():
-                process.popen.kill()
+                _kill(process.popen)
 
     def folder(self, key: tuple[str, int]) -> Path:
         """Of a run's logs and checkpoints."""
@@ -104,7 +107,7 @@ class Session:
         was_interrupted = (folder / "checkpoints").exists()
         folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
-        command = [sys.executable, "-m", "fp8_megatron.commands.pretrain_gpt", *run_flags(self.args, key, folder)]
+        command = [sys.executable, "-m", *_program(self.args.ranks_per_run, slot), *run_flags(self.args, key, folder)]
         with (folder / "log.txt").open("ab") as log:
             # Its own session: an interrupt of the terminal reaches this program, which ends the runs in order.
             popen = subprocess.Popen(
@@ -122,8 +125,9 @@ class Session:
         """Read a finished run and remove its checkpoints; report a failed one."""
         folder, status = self.folder(key), process.popen.returncode
         seconds = None if process.was_interrupted else time.monotonic() - process.started
+        num_steps = self.config.train_iters(self.args.ranks_per_run)
         try:
-            result = read_run(folder, *key, num_steps=self.config.train_iters(1), wall_seconds=seconds)
+            result = read_run(folder, *key, num_steps=num_steps, wall_seconds=seconds)
         except ValueError as error:
             print(f"error: {key[0]}, seed {key[1]}: {error}", file=sys.stderr, flush=True)
             self.failed.append(key)
@@ -140,6 +144,22 @@ class Session:
             self.failed.append(key)
         else:
             print(f"{key[0]}, seed {key[1]}: not finished; the same command goes on with it", flush=True)
+
+
+def _program(num_ranks: int, slot: str) -> list[str]:
+    """The module that trains on these GPUs or on the CPU, with the flags of its launcher."""
+    if num_ranks == 1:
+        return ["fp8_megatron.commands.pretrain_gpt"]
+    return ["fp8_megatron.commands.train", "--gpus" if slot else "--cpu-ranks", str(num_ranks)]
+
+
+def _kill(popen: subprocess.Popen[bytes]) -> None:
+    """End a run at once, with the ranks that it started."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(popen.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    popen.kill()
 
 
 def run_flags(args: argparse.Namespace, key: tuple[str, int], folder: Path) -> list[str]:

@@ -29,7 +29,7 @@ class RunResult:
     Attributes:
         final_loss: validation loss after the last step, nats a token.
         tail_loss: mean training loss of the last tenth of the steps.
-        step_seconds, tokens_per_second: medians after the first steps.
+        step_seconds, tokens_per_second: medians after the first steps; tokens of one GPU.
         wall_seconds: from its start to its end with imports and validations; None for a run that was interrupted.
         validation, training: (iteration, loss) points. A point of training is a mean over the steps since the last one.
     """

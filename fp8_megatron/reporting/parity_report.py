@@ -20,7 +20,7 @@ _HEADINGS = (
     "in σ of seeds",
     "p",
     "gap of training loss",
-    "tokens/s",
+    "tokens/s/GPU",
     "speed at the same loss",
     "peak GiB",
     "skipped",

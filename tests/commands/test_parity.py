@@ -16,9 +16,12 @@ from fp8_megatron.commands.parity_runs import Session, run_flags
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.errors import UserError
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.reporting.parity import RunResult
 
-TRAINING = ["--mock-data", "--vocab-size", "64", "--train-iters", "20", "--eval-interval", "10", "--eval-iters", "2"]
+MODEL = "--vocab-size 64 --num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32".split()
+STEPS = "--micro-batch-size 2 --train-iters 20 --eval-interval 10 --eval-iters 2 --lr 3e-4".split()
+TRAINING = ["--mock-data", *MODEL, *STEPS]
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -148,6 +151,52 @@ def test_fine_tuning_starts_from_one_checkpoint_and_goes_on_from_its_own(tmp_pat
         read_results(other, parity.check_levels(other))
 
 
+def test_runs_of_several_ranks_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert parity._slots(None, 1) == ["4", "5", "6", "7"]
+    assert parity._slots(None, 2) == ["4,5", "6,7"]
+    assert parity._slots(None, 3) == ["4,5,6"]
+    assert parity._slots(2, 2) == ["4,5"]
+    with pytest.raises(UserError, match="--gpus 3 is no multiple of --ranks-per-run 2"):
+        parity._slots(3, 2)
+    with pytest.raises(UserError, match="--ranks-per-run 8, but this machine has 4 GPUs; give at most 4"):
+        parity._slots(None, 8)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert parity._slots(None, 2) == [""]
+
+
+def test_layouts_are_checked_with_the_ranks_of_a_run(tmp_path: Path) -> None:
+    tensor_parallel = [*TRAINING, "--tensor-model-parallel-size", "2"]
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size"):
+        parity.check_levels(arguments(tmp_path, training=tensor_parallel))
+    args = arguments(tmp_path, "--ranks-per-run", "2", training=tensor_parallel)
+    config = parity.check_levels(args)
+    session = Session(args, config, ["0,1"], math.inf, {("bf16", 1): _finished("bf16", 1)})
+    write_results(session.args, session.config, session.finished)
+    other = arguments(tmp_path, "--ranks-per-run", "4", training=tensor_parallel)
+    with pytest.raises(UserError, match="has runs with --ranks-per-run 2, this command has 4"):
+        read_results(other, parity.check_levels(other))
+
+
+def test_a_setting_that_is_not_given_is_found_before_the_first_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not given: --lr"):
+        parity.check_levels(arguments(tmp_path, training=TRAINING[:-2]))
+
+
+@pytest.mark.slow
+def test_runs_of_two_ranks_train(tmp_path: Path) -> None:
+    training = [*TRAINING, "--global-batch-size", "8", "--train-iters", "10"]
+    words = ["--output-dir", str(tmp_path), "--levels", "bf16", "O3", "--seeds", "1", "--ranks-per-run", "2"]
+    assert parity.main([*words, "--", *training]) == 0
+    report = json.loads((tmp_path / RESULTS_FILE).read_text())
+    assert report["ranks_per_run"] == 2 and [run["num_steps"] for run in report["runs"]] == [10, 10]
+    for level in ("bf16", "O3"):
+        records = read_records(tmp_path / "runs" / f"{level}_seed_1" / METRICS_FILE)
+        tokens = [r["tokens_per_second_per_gpu"] * r["step_seconds"] for r in records if r["kind"] == "train"]
+        assert tokens == pytest.approx([8 * 32 / 2] * 10)  # of a rank, half of a step's
+
+
 #: Stands for a run: writes metrics of 10 steps a second, or on SIGTERM a checkpoint, and goes on from it.
 FAKE_RUN = """
 import json, pathlib, signal, sys, time
@@ -184,7 +233,7 @@ def fake_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(parity_runs.subprocess, "Popen", start)
     monkeypatch.setattr(parity, "SAVE_SECONDS", 20.0)
-    monkeypatch.setattr(parity, "_slots", lambda num_gpus: ["0", "1"])
+    monkeypatch.setattr(parity, "_slots", lambda num_gpus, ranks_per_run: ["0", "1"])
 
 
 def test_calls_go_on_with_what_is_missing(
