@@ -24,8 +24,9 @@ LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("--no-fp8-lm-head", "--fp8-weight-grad-scaling", "block"),
         ),
         "O3-blockwise": (*_O3, "--fp8-recipe", "blockwise"),
-        # --precision fp8 alone
-        "default": (*_O3, "--fp8-recipe", "delayed", "--no-fp8-lm-head", "--fp8-weight-grad-scaling", "delayed"),
+        # what --precision fp8 does by itself, and with the LM head in 16 bits
+        "default": (*_O3, "--fp8-recipe", "delayed"),
+        "16-bit-head": (*_O3, "--fp8-recipe", "delayed", "--no-fp8-lm-head"),
         # configs/fast.yaml
         "fast": (
             *(*_O3, "--fp8-recipe", "delayed"),

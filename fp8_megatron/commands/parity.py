@@ -49,9 +49,9 @@ from .run_settings import run_command_line
 LEVELS = {
     **levels_of("bf16"),
     "te": levels_of("te-delayed")["te-delayed"],
-    **levels_of("O1", "O2", "O3", "O3-delayed", "O3-blockwise", "default", "fast", "5-byte"),
+    **levels_of("O1", "O2", "O3", "O3-delayed", "O3-blockwise", "default", "16-bit-head", "fast", "5-byte"),
 }
-DEFAULT_LEVELS = ["bf16", "te", "O1", "O2", "O3", "default", "fast", "5-byte"]
+DEFAULT_LEVELS = ["bf16", "te", "O1", "O2", "O3", "fast", "5-byte"]
 
 
 def main(words: Sequence[str] | None = None, prog: str = "parity.py") -> int:

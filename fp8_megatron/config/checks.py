@@ -336,7 +336,7 @@ def _check_gemm_sizes(config: Config) -> Iterator[str]:
             f"FP8 GEMM: seq_length({model.seq_length}) × micro_batch_size({config.training.micro_batch_size}){divided} "
             f"= {tokens} tokens is not a multiple of {over}; choose another seq_length or micro_batch_size"
         )
-    if config.precision.fp8_lm_head:
+    if config.has_fp8_lm_head:
         yield from _check_vocabulary(config)
 
 

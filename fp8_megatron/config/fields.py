@@ -17,6 +17,7 @@ def _default_hint(default: str) -> str:
 UNSET = tyro.conf.arg(help_behavior_hint=_default_hint)
 
 Switch = Annotated[bool, UNSET]
+OptionalSwitch = Annotated[bool | None, UNSET]
 Words = Annotated[tuple[str, ...], UNSET]
 Text = Annotated[str | None, UNSET]
 

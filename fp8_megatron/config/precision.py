@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from ..storage import LEVELS, StorageDtype, StorageFormats
-from .fields import UNSET, History, LayersOrZero, Margin, Switch
+from .fields import UNSET, History, LayersOrZero, Margin, OptionalSwitch, Switch
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
@@ -37,10 +37,10 @@ class PrecisionConfig:
     """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
     amaxes of past steps; the GEMM then writes FP8 directly. Default: delayed with --fp8-recipe delayed and
     --fp8-amax-compute-algo max, else block."""
-    fp8_lm_head: Switch = False
+    fp8_lm_head: OptionalSwitch = None
     """Run the three GEMMs of the LM head in FP8, too. Its weight is stored in 16 bits and cast for each GEMM.
-    Cross-entropy casts the gradient of the logits to FP8. It saves time and memory, and raises the training loss: by up
-    to 1.3% in GPT-345M (docs/ablations.md)."""
+    Cross-entropy casts the gradient of the logits to FP8. Default: on with --precision fp8 and --fp8-recipe delayed,
+    if all layers are in FP8 and the vocabulary size allows it."""
     fp8_dot_product_attention: Switch = False
     """Run attention of FP8 layers in FP8, too, forward and backward. Meant for long sequences. Needs --fp8-recipe
     delayed, heads of 128 columns and no attention dropout. On a GPU it needs Hopper and nvidia-cudnn-frontend."""

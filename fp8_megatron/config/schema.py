@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from ..storage import GradReduceMode
+from ..storage import FP8_GEMM_MULTIPLE, GradReduceMode
 from .batch_schedule import BatchSchedule
 from .fields import (
     UNSET,
@@ -332,10 +332,19 @@ class Config:
         return precision.num_layers_at_start_in_bf16 <= layer < last
 
     @property
+    def has_fp8_lm_head(self) -> bool:
+        """Whether the LM head's GEMMs are in FP8: as asked for, or where that is sure to be possible."""
+        precision = self.precision
+        if precision.fp8_lm_head is not None:
+            return precision.fp8_lm_head
+        is_wanted = precision.is_fp8 and precision.fp8_recipe == "delayed" and not precision.first_last_layers_bf16
+        return is_wanted and self.head_rows % FP8_GEMM_MULTIPLE == 0
+
+    @property
     def fp8_summary(self) -> str:
         """What --precision fp8 does in this run, also where flags leave it open."""
         precision = self.precision
-        head = "in FP8" if precision.fp8_lm_head else "in 16 bits"
+        head = "in FP8" if self.has_fp8_lm_head else "in 16 bits"
         return (
             f"{precision.level}, {precision.fp8_recipe} scales, {precision.weight_grad_scaling} scales of weight "
             f"gradients, LM head {head}"

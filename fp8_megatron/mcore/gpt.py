@@ -213,7 +213,7 @@ class _ChunkBuilder:
             links,
             _attention(config),
             model.activation,
-            defers_final_norm=config.precision.fp8_lm_head,
+            defers_final_norm=config.has_fp8_lm_head,
             mlp_chunks=config.training.mlp_chunks_for_training,
         )
         return submodules, links
@@ -248,7 +248,7 @@ class _ChunkBuilder:
             module.use_rotary_table(self.table)
         if isinstance(module, GPT):
             module.loss_chunk_size = self.config.training.loss_chunk_size
-        if self.config.precision.fp8_lm_head and module.post_process:
+        if self.config.has_fp8_lm_head and module.post_process:
             module.use_fp8_head(recipe)
         _tag_vocab_parallel(module)
         if module.pre_process and module.embedding.add_position_embedding:

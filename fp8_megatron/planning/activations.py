@@ -290,7 +290,7 @@ def _logits(config: Config, padded_vocab_size: int) -> int:
     # Over chunks, the gradients of the weight are added in FP32, and that of the input is whole.
     sums = 0 if chunk is None else 4 * hidden * vocab + 2 * tokens * hidden
     sums += 2 * tokens * hidden // (tp if config.parallel.sequence_parallel else 1)
-    if config.precision.fp8_lm_head:
+    if config.has_fp8_lm_head:
         # The weight's gradient comes when the logits are gone, from their gradient in a byte.
         in_parts = logits + logits // max(1, round(vocab / _HEAD_PART_COLUMNS))
         return max(in_parts, logits // 2 + 2 * hidden * vocab) + sums

@@ -299,7 +299,7 @@ def _gemms(
         layer += 2 * tokens * model.hidden_size * model.padded_ffn_hidden_size * (2 if model.is_gated else 1) / tp
     # Over chunks, backward computes the logits again.
     head = (6 if config.training.loss_chunk_size is None else 8) * tokens * model.hidden_size * vocab / tp
-    head_flops = rates.fp8_gemm_flops if config.precision.fp8_lm_head else rates.half_gemm_flops
+    head_flops = rates.fp8_gemm_flops if config.has_fp8_lm_head else rates.half_gemm_flops
     fp8, half = num_fp8 * layer / rates.fp8_gemm_flops, (num_layers - num_fp8) * layer / rates.half_gemm_flops
     return fp8 + half + head / head_flops
 
