@@ -20,6 +20,7 @@ from ..quantization.recipe import Recipe, RecipeName
 from ..quantization.weight_shards import stored_part
 from . import attention, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
+from .heads import language_heads
 from .notes import has_hooks, keep_notes
 from .recompute import recompute_inputs
 from .report import STAYS, report
@@ -79,6 +80,7 @@ def replace_linears(
     if recipe.history is not None and recipe.history.record is not None:
         raise ValueError("the recipe's amax history belongs to another model: give each model a recipe of its own")
     stays = _reasons_to_stay(model, recipe, filter, optimized)
+    heads = language_heads(model) if recipe.roles.grad_output.has_one_scale else set()
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     slots: dict[str, list[int]] = {}
     for name, module in list(model.named_modules()):
@@ -93,6 +95,7 @@ def replace_linears(
         else:
             _convert(name, module, replaced, recipe, weight)
             assert isinstance(module, FP8Linear)
+            module.scales_grad_rows = module in heads
             slots[name] = list(module.quantizers.slots())
     _close_fast_paths(model)
     if recompute_activations:

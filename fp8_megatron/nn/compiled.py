@@ -24,7 +24,7 @@ from ..formats import E4M3, GEMM_BLOCK
 from ..quantization.operand import Quantized
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
-from . import local
+from . import local, row_scaled
 from .gemms import LinearParams, note_forward
 
 
@@ -60,6 +60,13 @@ def compiled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtyp
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
     has_blocks = not layer.quantizers.input.format.has_one_scale
     y: Tensor = _Linear.apply(x, layer.token, bias, layer.out_features, dtype, keeps_input, has_blocks, layer.evaluates)
+    return y
+
+
+def compiled_row_scaled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`compiled_linear` with the bits of `row_scaled_linear`."""
+    keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
+    y: Tensor = _RowScaledLinear.apply(x, layer.token, bias, layer.out_features, dtype, keeps_input, layer.evaluates)
     return y
 
 
@@ -140,14 +147,26 @@ def _linear_backward(
         UserError: the weight has hooks. Autograd runs them, and sees no gradient of a compiled layer's weight.
     """
     linear = _params(token, grad_output.new_empty(0) if has_bias else None, evaluates)
+    _check_no_hooks(linear)
+    has_columns = columns.numel() > 0 and _is_wanted(token)
+    x_t = Quantized(columns, None, scale, linear.quantizers.input.format) if has_columns else None
+    grads = local.backward(grad_output, x_t, linear, needs_grad_input=needs_grad_input)
+    return _given(grads, linear, grad_output, token)
+
+
+def _check_no_hooks(linear: LinearParams) -> None:
     if linear.weight._backward_hooks:
         raise UserError(
             f"a weight of shape {tuple(linear.weight.shape)} has hooks (register_hook), and torch.compile leaves them "
             f"out: remove them, or do not compile this layer"
         )
-    has_columns = columns.numel() > 0 and _is_wanted(token)
-    x_t = Quantized(columns, None, scale, linear.quantizers.input.format) if has_columns else None
-    grad_input, grad_weight, grad_bias = local.backward(grad_output, x_t, linear, needs_grad_input=needs_grad_input)
+
+
+def _given(
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], linear: LinearParams, grad_output: Tensor, token: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What an operator of backward returns, from the gradients of input, weight and bias."""
+    grad_input, grad_weight, grad_bias = grads
     if grad_weight is not None:
         _add_to_grad(linear.weight, grad_weight)
     return (
@@ -176,8 +195,72 @@ def _fake_linear_backward(
     )
 
 
+def _row_scaled_linear(
+    x: Tensor,
+    token: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    keeps_input: bool,
+    evaluates: bool,
+) -> Tensor:
+    linear = _params(token, bias, evaluates)
+    if keeps_input:
+        note_forward(linear)
+    return row_scaled.forward(x, linear, dtype)
+
+
+def _fake_row_scaled_linear(
+    x: Tensor,
+    token: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    keeps_input: bool,
+    evaluates: bool,
+) -> Tensor:
+    return x.new_empty((x.shape[0], out_features), dtype=dtype)
+
+
+def _row_scaled_linear_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    token: Tensor,
+    call: Tensor,
+    keeps_input: bool,
+    has_bias: bool,
+    needs_grad_input: bool,
+    evaluates: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_linear_backward`, from the input [T, K] itself."""
+    linear = _params(token, grad_output.new_empty(0) if has_bias else None, evaluates)
+    _check_no_hooks(linear)
+    kept = x if keeps_input and _is_wanted(token) else None
+    grads = row_scaled.backward(grad_output, kept, linear, needs_grad_input=needs_grad_input)
+    return _given(grads, linear, grad_output, token)
+
+
+def _fake_row_scaled_linear_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    token: Tensor,
+    call: Tensor,
+    keeps_input: bool,
+    has_bias: bool,
+    needs_grad_input: bool,
+    evaluates: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        grad_output.new_empty(x.shape if needs_grad_input else (0,)),
+        grad_output.new_empty((grad_output.shape[1] if has_bias else 0,), dtype=torch.float32),
+        torch.zeros_like(token),
+    )
+
+
 _define("linear", _linear, _fake_linear)
 _define("linear_backward", _linear_backward, _fake_linear_backward)
+_define("row_scaled_linear", _row_scaled_linear, _fake_row_scaled_linear)
+_define("row_scaled_linear_backward", _row_scaled_linear_backward, _fake_row_scaled_linear_backward)
 
 
 class _Linear(torch.autograd.Function):
@@ -225,6 +308,42 @@ class _Linear(torch.autograd.Function):
             grad_token,
             grad_bias.to(ctx.bias_dtype) if has_bias else None,
             *(None,) * 5,
+        )
+
+
+class _RowScaledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        token: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        dtype: torch.dtype,
+        keeps_input: bool,
+        evaluates: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, token)
+        ctx.bias_dtype, ctx.keeps_input, ctx.evaluates = None if bias is None else bias.dtype, keeps_input, evaluates
+        y: Tensor = torch.ops.fp8_megatron.row_scaled_linear(
+            x, token, bias, out_features, dtype, keeps_input, evaluates
+        )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, token = ctx.saved_tensors
+        has_bias, needs_grad_input = ctx.bias_dtype is not None, ctx.needs_input_grad[0]
+        call = torch.empty(0, device="cpu")  # as in `_Linear`
+        grad_input, grad_bias, grad_token = torch.ops.fp8_megatron.row_scaled_linear_backward(
+            grad_output.contiguous(), x, token, call, ctx.keeps_input, has_bias, needs_grad_input, ctx.evaluates
+        )
+        return (
+            grad_input if needs_grad_input else None,
+            grad_token,
+            grad_bias.to(ctx.bias_dtype) if has_bias else None,
+            *(None,) * 4,
         )
 
 

@@ -17,11 +17,12 @@ from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor, notes_of
 from ..quantization.weight_shards import plain_copy, stored_part
 from ..quantization.weight_views import Home
-from .compiled import compiled_linear, new_token
+from .compiled import compiled_linear, compiled_row_scaled_linear, new_token
 from .gemms import LinearParams
 from .linear import fp8_linear
 from .operands import as_rows
 from .recomputed import Recomputations
+from .row_scaled import row_scaled_linear
 from .siblings import InputSharing
 
 #: Tensorwise current scaling.
@@ -58,6 +59,8 @@ class FP8Linear(torch.nn.Linear):
         weight_dtype: of the weight in a state dict.
         recomputations: finds inputs made by GELU, SiLU or a product, which backward computes again (`recomputed`);
             None: inputs are kept.
+        scales_grad_rows: whether each row of the output's gradient has a scale of its own (`row_scaled`). The head of
+            a language model needs it. Not for the blockwise recipe.
         home: mark that its own weight has, too; None if the layer is a copy with a plain weight.
 
     Raises:
@@ -72,6 +75,7 @@ class FP8Linear(torch.nn.Linear):
     sharing: InputSharing
     recomputations: Recomputations | None = None
     home: Home | None = None
+    scales_grad_rows: bool = False
 
     def __init__(
         self,
@@ -247,6 +251,8 @@ class FP8Linear(torch.nn.Linear):
                 sharing=self.sharing,
                 recomputations=self.recomputations,
             )
+            if self.scales_grad_rows:
+                return row_scaled_linear(x, linear, dtype)
             return fp8_linear(x, linear, dtype=dtype)
         self._check_not_exported()
         if self.recomputations is not None:
@@ -256,7 +262,8 @@ class FP8Linear(torch.nn.Linear):
             )
         if self.weight.home is not self.home:
             return self._multiply_exchanged(x, dtype, bias)
-        y = compiled_linear(as_rows(x, self._row_multiple), self, bias, dtype)
+        multiply = compiled_row_scaled_linear if self.scales_grad_rows else compiled_linear
+        y = multiply(as_rows(x, self._row_multiple), self, bias, dtype)
         return y[: x.numel() // self.in_features].view(*x.shape[:-1], self.out_features)
 
     def _check_not_exported(self) -> None:
@@ -368,11 +375,14 @@ class FP8Linear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """Sizes and casts."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, {self.quantizers}"
+        rows = ", a scale for each row of grad_output" if self.scales_grad_rows else ""
+        return f"{sizes}, {self.quantizers}{rows}"
 
 
 #: Attributes of an `FP8Linear` that a plain layer does not have.
-_FP8_ATTRIBUTES = frozenset("quantizers weight_dtype name token sharing recomputations home _row_multiple".split())
+_FP8_ATTRIBUTES = frozenset(
+    "quantizers weight_dtype name token sharing recomputations home scales_grad_rows _row_multiple".split()
+)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -1,0 +1,110 @@
+"""The FP8 linear layer whose output's gradient has a scale for each row: for a language model's head.
+
+The gradient of a token's logits is g · (p − onehot). Most of its power is in the label's element, −g · (1 − p), which
+is close to −g in most tokens. With one scale for all tokens E5M2 rounds all of these to −g: an error of one sign, about
+1% of each label's element (docs/ablations.md, "The gradient of the LM head").
+
+So each row t is divided by its amax s_t. The label's element is then −1, which is exact. dgrad multiplies the rows of
+its output by s_t. wgrad sums over rows, so its other operand is cast from x_t · s_t. `nn.lm_head` does the same inside
+the trainer's head, where the loss gives the scales. Here the values give them.
+
+Rounding to nearest makes the other elements 0.28% too small in the mean (`nn.lm_head`). All are cast times 1 / 0.99722;
+a 1 stays 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quantization.operand import Quantized, multiply
+from ..quantization.sources import TensorSource
+from . import local
+from .first_order import once_differentiable
+from .gemms import LinearParams, deliver_wgrad, note_forward
+from .operands import as_matrix, as_whole_rows, delivered, without_padding
+
+#: The scale of a row's largest element, which is cast as 2^15, and the factor of `nn.lm_head` for all others.
+_UNIT = 2.0**-15
+_SHRINKAGE = 0.99722
+
+
+def row_scaled_linear(x: Tensor, linear: LinearParams, dtype: torch.dtype) -> Tensor:
+    """y = x·Wᵀ + b in FP8, as `linear.fp8_linear` of a layer that ranks do not share. Backward keeps `x` itself.
+
+    Args:
+        x: any float dtype [..., K].
+        linear: its formats have one scale for a tensor.
+        dtype: of the output [..., N] and of the GEMMs in backward, BF16 or FP16.
+    """
+    has_backward = torch.is_grad_enabled()
+    if has_backward:
+        note_forward(linear)
+    return _RowScaledLinear.apply(x, linear.weight, linear.bias, linear, dtype, has_backward)
+
+
+def forward(x: Tensor, linear: LinearParams, dtype: torch.dtype) -> Tensor:
+    """The output [..., N]."""
+    return local.forward(x, linear, dtype, keeps_columns=False)[0]
+
+
+def backward(
+    grad_output: Tensor, x: Tensor | None, linear: LinearParams, *, needs_grad_input: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the input [..., K]; of the weight [N, K] if it has no `main_grad`; of the bias, FP32 [N].
+
+    Args:
+        grad_output: [..., N].
+        x: the input [..., K]; None: nobody needs the weight's gradient.
+    """
+    shape, dtype, format = grad_output.shape, grad_output.dtype, linear.quantizers.grad_output.format
+    grad = as_matrix(as_whole_rows(grad_output, format.size_multiple))
+    amaxes = torch.linalg.vector_norm(grad, float("inf"), dim=1, keepdim=True)  # values of `grad`: dtype holds them
+    g = _cast(grad / torch.where(amaxes == 0, 1, amaxes), linear, transposed=x is not None)
+    grad_input = grad_weight = None
+    if needs_grad_input:
+        product = multiply(g, linear.weight.transposed_gemm_operand(linear.quantizers.weight), dtype)
+        grad_input = without_padding(product.mul_(amaxes), shape)
+    if x is not None:
+        # Rows without a gradient, as of ignored labels, are zeros: they do not raise the amax.
+        rows = as_matrix(as_whole_rows(x, format.size_multiple)).float() * amaxes.float()
+        columns = TensorSource(rows, rowwise=False, transposed=True).quantize(linear.quantizers.input.format, None)
+        grad_weight = deliver_wgrad(g.t, columns.t, linear, dtype)
+    grad_bias = None if linear.bias is None else grad.sum(dim=0, dtype=torch.float32)
+    return grad_input, grad_weight, grad_bias
+
+
+def _cast(rows: Tensor, linear: LinearParams, *, transposed: bool) -> Quantized:
+    """Rows [T, N] with an amax of 1, or of zeros."""
+    format = linear.quantizers.grad_output.format
+    source = TensorSource(rows, transposed=transposed)
+    made = source.quantize(format, rows.new_full((1,), _UNIT * _SHRINKAGE, dtype=torch.float32))
+    scale = rows.new_full((1,), _UNIT, dtype=torch.float32)
+    return Quantized(made.payload, made.payload_t if transposed else None, scale, format)
+
+
+class _RowScaledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        linear: LinearParams,
+        dtype: torch.dtype,
+        has_backward: bool,
+    ) -> Tensor:
+        if has_backward:
+            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+            ctx.linear = linear
+        return forward(x, linear, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), linear = ctx.saved_tensors, ctx.linear
+        grads = backward(grad_output, x, linear, needs_grad_input=ctx.needs_input_grad[0])
+        grad_input, grad_weight, grad_bias = grads
+        return grad_input, grad_weight, delivered(grad_bias, linear.bias), *[None] * 3

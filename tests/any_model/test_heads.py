@@ -1,0 +1,142 @@
+"""Heads of language models: which layers they are, and that their gradients have a scale for each token."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import fp8_megatron
+from fp8_megatron.any_model.heads import language_heads
+from fp8_megatron.nn.module import FP8Linear
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, WIDTH = 512, 64
+
+
+def llama(*, tied: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+class Named(torch.nn.Module):
+    """A model whose last layer has a name of its own."""
+
+    def __init__(self, name: str, classes: int = VOCABULARY) -> None:
+        super().__init__()
+        self.name = name
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+        self.add_module(name, torch.nn.Linear(WIDTH, classes, bias=False))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        logits: torch.Tensor = getattr(self, self.name)(x + self.down(torch.nn.functional.gelu(self.up(x))))
+        return logits
+
+
+def scaled_by_rows(model: torch.nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, FP8Linear) and module.scales_grad_rows]
+
+
+def initialized(model: torch.nn.Module, level: str = "O2", **arguments: object):  # type: ignore[no-untyped-def]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return fp8_megatron.initialize(model, optimizer, opt_level=level, **arguments)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "output", "output_layer", "embed_out", "head"])
+def test_a_head_is_known_by_its_name(name: str) -> None:
+    model, _ = initialized(Named(name))
+    assert scaled_by_rows(model) == [name]
+
+
+def test_a_head_is_what_transformers_says() -> None:
+    model = llama()
+    assert language_heads(model) == {model.lm_head}
+    model, _ = initialized(model)
+    assert scaled_by_rows(model) == ["lm_head"]
+
+
+def test_other_layers_are_no_heads() -> None:
+    assert language_heads(Named("decode")) == set()
+    assert language_heads(Named("head", classes=WIDTH)) == set()  # as narrow as its input
+    tied, _ = initialized(llama(tied=True))  # the embedding has its weight: it stays in 16 bits
+    assert scaled_by_rows(tied) == [] and not isinstance(tied.lm_head, FP8Linear)
+    refused, _ = initialized(llama(), filter=lambda name, layer: name != "lm_head")
+    assert scaled_by_rows(refused) == []
+
+
+def test_blocks_have_scales_of_their_own() -> None:
+    model = torch.nn.Sequential()
+    model.add_module("body", torch.nn.Linear(128, 128))
+    model.add_module("lm_head", torch.nn.Linear(128, 512))
+    model, _ = initialized(model, recipe="blockwise")
+    assert isinstance(model.lm_head, FP8Linear) and scaled_by_rows(model) == []
+
+
+@pytest.mark.parametrize(("level", "recipe"), [("O1", "delayed"), ("O2", "tensorwise"), ("O3", "tensorwise")])
+def test_a_head_trains_as_in_16_bits(level: str, recipe: str) -> None:
+    """The next token, which half of the time is that of a fixed table: 100 steps, the mean loss of the last 20."""
+    losses = {}
+    table = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))
+    for head in (False, True):
+        torch.manual_seed(2)
+        refuses = (lambda name, layer: True) if head else (lambda name, layer: name != "lm_head")
+        model, optimizer = initialized(Named("lm_head").bfloat16(), level, recipe=recipe, filter=refuses)
+        generator = torch.Generator().manual_seed(3)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        found = []
+        for _ in range(100):
+            tokens, others = torch.randint(0, VOCABULARY, (2, 512), generator=generator)
+            labels = torch.where(torch.rand(512, generator=generator) < 0.5, table[tokens], others)
+            loss = cross_entropy(model(tokens).float(), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses[head] = sum(found[-20:]) / 20
+        assert scaled_by_rows(model) == (["lm_head"] if head else [])
+    assert losses[False] < 0.8 * math.log(VOCABULARY)
+    assert losses[True] == pytest.approx(losses[False], rel=0.005)
+
+
+def test_copies_keep_it_and_plain_ones_do_not() -> None:
+    model, _ = initialized(Named("lm_head"))
+    plain = fp8_megatron.any_model.plain_model(model)
+    assert type(plain.lm_head) is torch.nn.Linear and not hasattr(plain.lm_head, "scales_grad_rows")
+    layer = FP8Linear(64, 128)
+    layer.scales_grad_rows = True
+    assert copy.deepcopy(layer).scales_grad_rows
+    assert "a scale for each row of grad_output" in repr(layer)
+
+
+def test_a_compiled_model_has_the_same_losses() -> None:
+    losses = []
+    for compiles in (False, True):
+        model, optimizer = initialized(llama().bfloat16())
+        run = torch.compile(model, backend="aot_eager") if compiles else model
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(3):
+            tokens = torch.randint(0, VOCABULARY, (2, 32), generator=generator)
+            loss = run(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-3)
