@@ -10,8 +10,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import fp8_megatron
+import tests.any_model.test_fsdp_optimizer as sharded
 from fp8_megatron.any_model.heads import language_heads
 from fp8_megatron.nn.module import FP8Linear
+from tests.harness.ranks import RankPool, on_default_group
 
 transformers = pytest.importorskip("transformers")
 
@@ -140,3 +142,17 @@ def test_a_compiled_model_has_the_same_losses() -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
     assert losses[:3] == pytest.approx(losses[3:], rel=1e-3)
+
+
+def _train_sharded(group: torch.distributed.ProcessGroup) -> tuple[list[float], list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "VOCABULARY", 256)  # so that the head is in FP8, too
+        model, optimizer = sharded.build("O3", torch.bfloat16)
+        losses = [sharded.train_step(model, optimizer, step) for step in range(4)]
+    return losses, scaled_by_rows(model)
+
+
+def test_two_shards_train_what_one_rank_trains(ranks: RankPool) -> None:
+    one, two = (ranks.run(on_default_group, _train_sharded, num_ranks=count) for count in (1, 2))
+    assert one[0][1] == ["head"] and one[0][0][3] < one[0][0][0]
+    assert one[0] == two[0] == two[1]

@@ -66,6 +66,27 @@ def test_the_gradient_of_logits_has_no_bias() -> None:
     assert ratios[True][0] > ratios[False][0] + 12 and ratios[True][1] > ratios[False][1] + 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_logits_on_a_gpu(dtype: torch.dtype) -> None:
+    head = _head(rows=True, dtype=dtype).cuda()
+    x, labels = (value.detach().cuda() for value in _likely(_head(rows=True), dtype=dtype))
+    x.requires_grad_()
+    results = []
+    for call in (head, torch.compile(head, fullgraph=True)):
+        x.grad = head.weight.grad = head.bias.grad = None
+        y = call(x)
+        loss = 2.0**12 * cross_entropy(y.float(), labels)
+        (grad,) = torch.autograd.grad(loss, y, retain_graph=True)
+        loss.backward()
+        of_input, of_weight = _exact(head, x, grad)
+        assert abs(_bias_percent(head, x, grad, of_weight)) < 0.3  # tensor cores' sums have one of their own
+        assert snr_db(x.grad, of_input) > 40 and snr_db(head.weight.grad, of_weight) > 30
+        results.append((x.grad, head.weight.grad, head.bias.grad))
+    for launched, compiled in zip(*results, strict=True):
+        assert torch.equal(launched, compiled)
+
+
 @pytest.mark.parametrize(("shape", "bias"), [((512,), True), ((3, 37), False), ((5, 1, 7), True)])
 def test_any_number_of_rows_and_a_bias(shape: tuple[int, ...], bias: bool) -> None:
     head = _head(rows=True, bias=bias)
