@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8_megatron
@@ -51,7 +52,21 @@ class CountingAllGather:
         return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-def build(arguments: argparse.Namespace, dtype: torch.dtype, device: str) -> LlamaForCausalLM:
+class LlamaLoss(LlamaForCausalLM):
+    """Llama whose forward is its loss, over parts of the tokens: only the logits of one part exist at a time."""
+
+    def forward(self, tokens: Tensor, targets: Tensor, num_parts: int = 1) -> Tensor:
+        hidden, targets = self.model(tokens).last_hidden_state.flatten(0, 1), targets.flatten()
+        if num_parts == 1:
+            return self.loss_of(hidden, targets) / len(targets)
+        parts = zip(hidden.chunk(num_parts), targets.chunk(num_parts), strict=True)
+        return sum(checkpoint(self.loss_of, *part, use_reentrant=False) for part in parts) / len(targets)
+
+    def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.lm_head(hidden).float(), targets, reduction="sum")
+
+
+def build(arguments: argparse.Namespace, dtype: torch.dtype, device: str) -> LlamaLoss:
     layers, hidden, mlp, heads, groups, vocabulary = SIZES[arguments.size]
     config = LlamaConfig(
         num_hidden_layers=layers,
@@ -67,14 +82,14 @@ def build(arguments: argparse.Namespace, dtype: torch.dtype, device: str) -> Lla
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     with torch.device(device):
-        model = LlamaForCausalLM(config)
+        model = LlamaLoss(config)
     torch.set_default_dtype(torch.float32)
     if arguments.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def shard(model: LlamaForCausalLM, compiles: bool, policy: MixedPrecisionPolicy) -> None:
+def shard(model: LlamaLoss, compiles: bool, policy: MixedPrecisionPolicy) -> None:
     for layer in model.model.layers:
         if compiles:
             layer.compile()
@@ -89,7 +104,7 @@ def nothing() -> None:
     """After a step there is nothing more to do."""
 
 
-Variant = tuple[LlamaForCausalLM, torch.optim.Optimizer, Callable[[], None]]
+Variant = tuple[LlamaLoss, torch.optim.Optimizer, Callable[[], None]]
 
 
 def bf16(arguments: argparse.Namespace, device: str) -> Variant:
@@ -165,9 +180,7 @@ def train(name: str, arguments: argparse.Namespace, device: str) -> dict[str, st
                 torch.cuda.reset_peak_memory_stats()
         wait(device)
         start = time.perf_counter()
-        logits = model(tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        del logits
+        loss = model(tokens[:, :-1], tokens[:, 1:], arguments.loss_parts)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if step == arguments.steps - 1:
@@ -222,6 +235,7 @@ def main() -> None:
     parser.add_argument("--tokens", help="a .npy file of token numbers, one-dimensional")
     parser.add_argument("--compile", action="store_true", help="torch.compile every layer")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in backward")
+    parser.add_argument("--loss-parts", type=int, default=1, help="parts of tokens whose logits exist one at a time")
     parser.add_argument("--output", help="a .json file that receives the rows")
     arguments = parser.parse_args()
     if arguments.steps <= NUM_WARM_UP:
