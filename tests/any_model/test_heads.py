@@ -83,6 +83,15 @@ def test_other_layers_are_no_heads() -> None:
     assert scaled_by_rows(refused) == []
 
 
+def test_a_model_that_cannot_tell_its_head() -> None:
+    class Silent(Named):
+        def get_output_embeddings(self) -> torch.nn.Module:
+            raise KeyError("decoder")
+
+    model, _ = initialized(Silent("decode"))
+    assert isinstance(model.decode, FP8Linear) and scaled_by_rows(model) == []
+
+
 def test_blocks_have_scales_of_their_own() -> None:
     model = torch.nn.Sequential()
     model.add_module("body", torch.nn.Linear(128, 128))
