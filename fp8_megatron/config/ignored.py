@@ -146,7 +146,7 @@ def _other_tokenizer(*kinds: str) -> Callable[[Config], str | None]:
 
 
 def _no_validation(config: Config) -> str | None:
-    return "with eval_interval(0)" if config.training.eval_interval == 0 else None
+    return None if config.training.validates else "with eval_interval(0)"
 
 
 def _one_pass(config: Config) -> str | None:

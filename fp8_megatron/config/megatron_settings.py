@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from .limits import limit_problems
 from .precision import PrecisionConfig
+from .run_outputs import CheckpointConfig
 from .schema import Config
 from .words import shortened
 
@@ -61,7 +62,21 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
         )
         training = dataclasses.replace(training, global_batch_size=None)
     data = dataclasses.replace(config.data, split=three_weights(config.data.split))
-    return dataclasses.replace(config, parallel=parallel, precision=precision, training=training, data=data), notes
+    config = dataclasses.replace(config, parallel=parallel, precision=precision, training=training, data=data)
+    if training.skip_train:
+        training = dataclasses.replace(training, rollback_on_loss_spike=False)
+        config = dataclasses.replace(config, training=training, checkpoint=_only_loading(config.checkpoint))
+        notes.append(
+            "skip_train: losses are shown, and added to evaluations.jsonl of output_dir; nothing is trained or saved"
+        )
+    return config, notes
+
+
+def _only_loading(checkpoint: CheckpointConfig) -> CheckpointConfig:
+    """What says where weights come from, and nothing of saving."""
+    from_where = ("load", "ckpt_step", "finetune", "exit_on_missing_checkpoint", "pretrained_checkpoint")
+    what = ("load_optim", "load_rng", "use_checkpoint_args", "use_tokenizer_model_from_checkpoint_args")
+    return CheckpointConfig(**{name: getattr(checkpoint, name) for name in (*from_where, *what)})
 
 
 def unread_settings(config: Config) -> frozenset[str]:
@@ -73,7 +88,7 @@ def unread_settings(config: Config) -> frozenset[str]:
     unread = set(_OF_TOKEN_FILES) if config.data.mock_data else set()
     if config.training.cuda_graph_impl == "none":
         unread.add("cuda_graph_warmup_steps")
-    if config.training.eval_interval == 0:
+    if not config.training.validates:
         unread.add("eval_iters")
     if config.optimizer.weight_decay_incr_style != "constant":
         unread.add("weight_decay")
@@ -85,14 +100,14 @@ def unread_settings(config: Config) -> frozenset[str]:
 def evaluation_note(config: Config) -> str | None:
     """The line at the start of a run that is given data for validation or test, and does not read it."""
     data, training = config.data, config.training
-    if training.eval_interval == 0:
+    if not training.validates:
         mode, fix = "eval_interval(0)", "--eval-interval"
     elif training.eval_iters == 0:
         mode, fix = "eval_iters(0)", "--eval-iters"
     else:
         return None
     paths = {"valid_data_path": data.valid_data_path, "test_data_path": data.test_data_path}
-    if training.eval_interval > 0 and training.full_validation:
+    if training.validates and training.full_validation:
         del paths["valid_data_path"]
     unread = [f"{name}({shortened(' '.join(words))})" for name, words in paths.items() if words]
     if not unread:

@@ -92,24 +92,26 @@ def _check_validation_sets(config: Config) -> Iterator[str]:
 
 
 def _check_evaluation_data(config: Config) -> Iterator[str]:
-    data, eval_interval = config.data, config.training.eval_interval
+    data, training = config.data, config.training
+    cause, or_else = f"eval_interval({training.eval_interval})", " or --eval-interval 0"
+    if training.skip_train:
+        cause, or_else = "skip_train", ""
+        if training.eval_iters == 0 and not training.full_validation:
+            yield "skip_train with eval_iters(0) evaluates nothing; give --eval-iters or --full-validation"
+        if config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None:
+            yield "skip_train evaluates a checkpoint; give --load"
     if data.train_data_path:
         if data.split != DataConfig().split:
             yield f"split({data.split}) cuts data_path, but train_data_path is given; drop split"
-        if eval_interval > 0 and not data.valid_data_path:
-            yield (
-                f"eval_interval({eval_interval}) with train_data_path needs valid_data_path; "
-                f"give it or --eval-interval 0"
-            )
+        if training.validates and not data.valid_data_path:
+            yield f"{cause} with train_data_path needs valid_data_path; give it{or_else}"
         return
     weights = _weights(data.split.split(","))
     if len(weights) != 3 or min(weights) < 0 or weights[0] == 0 or not math.isfinite(sum(weights)):
         yield f"split({data.split}) is not three weights train,validation,test; write for example 969,31,0"
-    elif data.data_path and eval_interval > 0 and weights[1] == 0:
-        yield (
-            f"split({data.split}) leaves nothing to validate on every eval_interval({eval_interval}) steps; "
-            f"raise its second weight, or --eval-interval 0"
-        )
+    elif data.data_path and training.validates and weights[1] == 0:
+        when = cause if training.skip_train else f"every {cause} steps"
+        yield f"split({data.split}) leaves nothing to validate on {when}; raise its second weight{or_else}"
 
 
 def _weights(words: Sequence[str]) -> list[float]:

@@ -252,6 +252,8 @@ class TrainingConfig:
     """With --full-validation: report a loss for each file of --valid-data-path."""
     validation_set_names: Words = ()
     """Names of the validation sets, in the order of --valid-data-path. Default: 0, 1, …"""
+    skip_train: Switch = False
+    """Evaluate the checkpoint of --load on the validation and test data, and end. Nothing is trained or saved."""
     seed: CountOrZero = 1234
     """Seed of initialisation, data order and dropout. The initial weights do not depend on the parallel layout."""
     exit_interval: OptionalCount = None
@@ -297,6 +299,11 @@ class TrainingConfig:
     mlp_chunks_for_training: Count = 1
     """Number of chunks of a sequence that an MLP processes one after another. Needs recomputed MLPs. As in Megatron,
     this holds for all layers, also those that --recompute-method block does not recompute."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether held-out data is read."""
+        return self.eval_interval > 0 or self.skip_train
 
     @property
     def left_out(self) -> frozenset[int]:

@@ -173,13 +173,7 @@ class MetricsLogger:
             self._file.append(record)
             scalars = {f"{metrics.split}/loss": metrics.loss, f"{metrics.split}/perplexity": metrics.perplexity}
             self._send(scalars, metrics.iteration)
-        logger.info(
-            "iter %s | %s loss %.4f | perplexity %.2f",
-            _progress_count(metrics.iteration, self._total_iterations),
-            split_in_words(metrics.split),
-            metrics.loss,
-            metrics.perplexity,
-        )
+        logger.info("%s", eval_line(metrics, self._total_iterations))
 
     def log_health(self, sample: HealthSample) -> None:
         """Record the casts of one sampled step: all of them in health.jsonl, the worst ones in the other outputs."""
@@ -402,6 +396,13 @@ def _clamped_text(metrics: StepMetrics) -> str | None:
     }
     shares = ", ".join(f"{fraction:.2g} of {role}" for role, fraction in roles.items() if fraction)
     return f"clamped in {metrics.saturated_tensors:.0f} tensors" + (f" ({shares})" if shares else "")
+
+
+def eval_line(metrics: EvalMetrics, total_iterations: int | None) -> str:
+    """The console's line of a pass over held-out data; the run's length may be unknown."""
+    count = metrics.iteration if total_iterations is None else _progress_count(metrics.iteration, total_iterations)
+    split = split_in_words(metrics.split)
+    return f"iter {count} | {split} loss {metrics.loss:.4f} | perplexity {metrics.perplexity:.2f}"
 
 
 def _progress_count(iteration: int, total_iterations: int) -> str:

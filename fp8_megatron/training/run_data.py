@@ -201,11 +201,11 @@ def open_run_data(config: Config, topology: Topology, progress: Progress | None 
     tokenizer = load_tokenizer(config)
     training = config.training
     batch = config.global_batch_size(topology.world_size)
-    evaluates = training.eval_interval > 0 and training.eval_iters > 0
+    evaluates = training.validates and training.eval_iters > 0
     has_test = bool(config.data.test_data_path) or (
         bool(config.data.data_path) and float(config.data.split.split(",")[-1]) > 0
     )
-    is_whole = training.full_validation and training.eval_interval > 0
+    is_whole = training.full_validation and training.validates
     num_eval_samples = training.eval_iters * batch if evaluates else 0
     train_samples = num_train_samples(config, topology, progress or Progress())
     try:

@@ -24,6 +24,7 @@ from ..mcore.transports import needs_launch_order
 from ..reporting.run_log import EVENTS_FILE, last_run, read_events, recording
 from ..watch.failures import watched_world
 from ..watch.restarts import Launch, begin_attempt
+from .checkpoint_evaluation import evaluate_checkpoint
 from .graph_choice import GraphChoice, choose_graph
 from .run_start import starting_run
 from .stopping import SignalHandler
@@ -45,7 +46,10 @@ class Trainer:
         self.output_dir = _output_dir(config)
 
     def fit(self) -> None:
-        """Train until `train_iters`, a signal, a time limit or divergence ends the run; saves before it returns."""
+        """Train until `train_iters`, a signal, a time limit or divergence ends the run; saves before it returns.
+
+        With --skip-train, evaluate the checkpoint instead.
+        """
         started = time.monotonic()
         device, graph_choice = self._prepare_device()
         model = self.config.model
@@ -65,6 +69,10 @@ class Trainer:
                 watched_world(world, self.output_dir, timeout_seconds=timeout_seconds)
             )
             start = stack.enter_context(starting_run(self.config.checkpoint, topology, signals))
+            if self.config.training.skip_train:
+                with watch:
+                    evaluate_checkpoint(self.config, start.source, topology, device, watch=watch, signals=signals)
+                return
             events = read_events(self.output_dir / EVENTS_FILE) if topology.rank == 0 else []
             log = stack.enter_context(
                 recording(

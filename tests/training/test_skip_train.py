@@ -1,0 +1,142 @@
+"""--skip-train: a checkpoint's losses are those that training reported, and nothing else is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8_megatron.checkpoint.files import CheckpointError
+from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.io import parse_command_line, parse_config
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training.checkpoint_evaluation import EVALUATIONS_FILE
+from fp8_megatron.training.trainer import Trainer
+from tests.harness.ranks import RankPool
+from tests.harness.runs import tiny_flags
+from tests.harness.token_files import write_token_files
+
+SCRIPT = {"global_batch_size": 4, "train_iters": 4, "eval_interval": 2, "eval_iters": 3, "save_interval": 2}
+
+
+def fit(folder: Path, output: str = "out", **settings: Any) -> None:
+    flags = tiny_flags(folder / output, **{**SCRIPT, "save": folder / "saved", **settings})
+    Trainer(parse_config(flags)).fit()
+
+
+def evaluations(folder: Path, output: str = "out") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / output / EVALUATIONS_FILE).read_text().splitlines()]
+
+
+def reported(folder: Path) -> list[dict[str, Any]]:
+    """The validations and the test of the training run."""
+    return [record for record in read_records(folder / "out" / METRICS_FILE) if record["kind"] == "eval"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"opt_level": "O2"}, {}, {"fp8_recipe": "tensorwise"}])
+def test_the_losses_are_those_of_training(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Bit for bit, with the script of the training run and its --save; of two checkpoints."""
+    fit(tmp_path, **settings)
+    before = contents(tmp_path)
+    load = {"load": tmp_path / "saved", "skip_train": True}
+    fit(tmp_path, "evaluated", **settings, **load)
+    fit(tmp_path, "evaluated", **settings, **load, ckpt_step=2)
+    after = contents(tmp_path)
+    assert {name: value for name, value in after.items() if name in before} == before
+    assert after.keys() - before.keys() == {f"evaluated/{EVALUATIONS_FILE}"}
+    trained = {(one["iteration"], one["split"]): one["loss"] for one in reported(tmp_path)}
+    found = {(one["iteration"], one["split"]): one["loss"] for one in evaluations(tmp_path, "evaluated")}
+    assert {(2, "valid"), (4, "valid")} <= found.keys() and found == {key: trained[key] for key in found}
+    assert [Path(one["checkpoint"]).name for one in evaluations(tmp_path, "evaluated")][-1] == "iter_0000002"
+
+
+def test_beside_the_run_in_its_own_folder(tmp_path: Path) -> None:
+    """Its metrics, curve and settings stay, also if an earlier checkpoint is evaluated."""
+    fit(tmp_path)
+    before = contents(tmp_path)
+    fit(tmp_path, load=tmp_path / "saved", ckpt_step=2, skip_train=True)
+    after = contents(tmp_path)
+    assert after.pop(f"out/{EVALUATIONS_FILE}") and after == before
+    fit(tmp_path, load=tmp_path / "saved", train_iters=6)  # the run goes on as if nothing had been
+    assert [record["iteration"] for record in read_records(tmp_path / "out" / METRICS_FILE) if "lr" not in record]
+
+
+def test_in_another_precision_and_of_the_weights_alone(tmp_path: Path) -> None:
+    fit(tmp_path)
+    for settings in ({"precision": "bf16", "load_optim": False}, {"finetune": True}):
+        fit(tmp_path, load=tmp_path / "saved", skip_train=True, **settings)
+    trained = reported(tmp_path)[-1]["loss"]
+    bf16, weights = evaluations(tmp_path)
+    assert (bf16["precision"], bf16["iteration"], weights["precision"], weights["iteration"]) == ("bf16", 4, "O3", 0)
+    assert bf16["loss"] == pytest.approx(trained, rel=0.01) and weights["loss"] == pytest.approx(trained, rel=0.01)
+
+
+def test_the_test_data_and_the_whole_validation(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("train", "valid", "test"):
+        write_token_files(tmp_path / name, [rng.integers(63, size=40).tolist() for _ in range(30)])
+    files = {f"{name}_data_path": tmp_path / name for name in ("train", "valid", "test")}
+    settings = {**files, "mock_data": None, "tokenizer_type": "NullTokenizer", "full_validation": True}
+    fit(tmp_path, **settings)
+    fit(tmp_path, load=tmp_path / "saved", skip_train=True, **{**settings, "eval_interval": 0})
+    found = {one["split"]: one["loss"] for one in evaluations(tmp_path)}
+    assert found == {one["split"]: one["loss"] for one in reported(tmp_path) if one["iteration"] == 4}
+    assert found.keys() == {"valid", "test"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+        {},
+    ],
+    ids=["tensor", "pipeline", "data"],
+)
+def test_over_two_ranks(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    settings = {"hidden_size": 64, "seq_length": 32, **layout}
+    ranks.run(_fit, tmp_path, settings, num_ranks=2)
+    ranks.run(_fit, tmp_path, {**settings, "load": tmp_path / "saved", "skip_train": True}, num_ranks=2)
+    (found,) = evaluations(tmp_path)
+    assert found["loss"] == reported(tmp_path)[-1]["loss"]
+
+
+def _fit(folder: Path, settings: dict[str, Any]) -> None:
+    fit(folder, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "skip_train evaluates a checkpoint; give --load"),
+        ({"load": "x", "eval_iters": 0}, r"skip_train with eval_iters\(0\) evaluates nothing"),
+        (
+            {"load": "x", "mock_data": None, "tokenizer_type": "NullTokenizer", "train_data_path": "x"},
+            "skip_train with train_data_path needs valid_data_path; give it$",
+        ),
+        (
+            {"load": "x", "mock_data": None, "tokenizer_type": "NullTokenizer", "data_path": "x", "split": "1,0,1"},
+            r"split\(1,0,1\) leaves nothing to validate on skip_train; raise its second weight$",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(parse_config(tiny_flags(tmp_path, skip_train=True, **settings)), 1)
+
+
+def test_a_folder_without_a_checkpoint_and_the_settings_of_saving(tmp_path: Path) -> None:
+    """--load that equals --save may be empty for training, and not here. Nothing of saving is read."""
+    settings = {"save": tmp_path, "load": tmp_path, "save_interval": 2, "rollback_on_loss_spike": True}
+    line = parse_command_line(tiny_flags(tmp_path / "out", skip_train=True, **settings))
+    assert line.config.checkpoint.save is None and not line.config.training.rollback_on_loss_spike
+    assert any("nothing is trained or saved" in note for note in line.notes)
+    with pytest.raises(CheckpointError, match=r"load\(.*\) holds no checkpoint"):
+        Trainer(line.config).fit()
