@@ -145,15 +145,7 @@ def main() -> None:
         seed_everything(1, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank())
         data = open_run_data(config, topology)
         state = build_training_state(config, data.vocab_size, topology, device)
-        resumable = Resumable(
-            config,
-            state.optimizer,
-            state.histories,
-            topology,
-            device,
-            vocab_size=data.unpadded_vocab_size,
-            padded_vocab_size=data.vocab_size,
-        )
+        resumable = state.resumable(data.unpadded_vocab_size)
         loader = data.train_loader(0)
 
         def steps() -> None:

@@ -67,7 +67,8 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
         training = dataclasses.replace(training, rollback_on_loss_spike=False)
         config = dataclasses.replace(config, training=training, checkpoint=_only_loading(config.checkpoint))
         notes.append(
-            "skip_train: losses are shown, and added to evaluations.jsonl of output_dir; nothing is trained or saved"
+            "skip_train: nothing is trained or saved; losses are shown and added to evaluations.jsonl of output_dir, "
+            "TensorBoard and W&B get none"
         )
     return config, notes
 

@@ -35,6 +35,7 @@ class CompilableLayer(Protocol):
     quantizers: LinearQuantizers
     out_features: int
     token: Tensor
+    scales_grad_rows: bool
 
     @property
     def evaluates(self) -> bool:
@@ -56,17 +57,13 @@ def new_token(layer: CompilableLayer) -> Tensor:
 
 
 def compiled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """y [T, N] in `dtype` = x [T, K] · Wᵀ + bias [N], with the bits of `fp8_linear`."""
+    """y [T, N] in `dtype` = x [T, K] · Wᵀ + bias [N], with the bits of `fp8_linear` or `row_scaled_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
     has_blocks = not layer.quantizers.input.format.has_one_scale
-    y: Tensor = _Linear.apply(x, layer.token, bias, layer.out_features, dtype, keeps_input, has_blocks, layer.evaluates)
-    return y
-
-
-def compiled_row_scaled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`compiled_linear` with the bits of `row_scaled_linear`."""
-    keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
-    y: Tensor = _RowScaledLinear.apply(x, layer.token, bias, layer.out_features, dtype, keeps_input, layer.evaluates)
+    scales_rows = layer.scales_grad_rows
+    y: Tensor = _Linear.apply(
+        x, layer.token, bias, layer.out_features, dtype, keeps_input, has_blocks, layer.evaluates, scales_rows
+    )
     return y
 
 
@@ -96,13 +93,18 @@ def _linear(
     keeps_input: bool,
     has_blocks: bool,
     evaluates: bool,
+    scales_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and the input's columns for wgrad with their scale; both empty if not `keeps_input`."""
+    """y, and the input's columns for wgrad with their scale.
+
+    Both are empty if not `keeps_input`, and with `scales_rows`, whose wgrad takes the input itself.
+    """
     linear = _params(token, bias, evaluates)
     if keeps_input:
         note_forward(linear)
-    y, operand = local.forward(x, linear, dtype, keeps_columns=keeps_input)
-    if not keeps_input:
+    keeps_columns = keeps_input and not scales_rows
+    y, operand = local.forward(x, linear, dtype, keeps_columns=keeps_columns)
+    if not keeps_columns:
         return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
     columns = operand.t
     # The compiler may write to memory that it was given; a delayed scale is not its own.
@@ -118,10 +120,11 @@ def _fake_linear(
     keeps_input: bool,
     has_blocks: bool,
     evaluates: bool,
+    scales_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
     y = x.new_empty((rows, out_features), dtype=dtype)
-    if not keeps_input:
+    if scales_rows or not keeps_input:
         return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
     scales = (rows // GEMM_BLOCK, columns) if has_blocks else (1,)
     return y, x.new_empty((columns, rows), dtype=E4M3), x.new_empty(scales, dtype=torch.float32)
@@ -129,7 +132,7 @@ def _fake_linear(
 
 def _linear_backward(
     grad_output: Tensor,
-    columns: Tensor,
+    kept: Tensor,
     scale: Tensor,
     token: Tensor,
     call: Tensor,
@@ -137,35 +140,30 @@ def _linear_backward(
     has_bias: bool,
     needs_grad_input: bool,
     evaluates: bool,
+    scales_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input, of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`.
 
     Args:
+        kept: the input's columns, with `scale`; with `scales_rows` the input [T, K]; empty: no gradient of the weight.
         call: empty, and no other call's.
 
     Raises:
         UserError: the weight has hooks. Autograd runs them, and sees no gradient of a compiled layer's weight.
     """
     linear = _params(token, grad_output.new_empty(0) if has_bias else None, evaluates)
-    _check_no_hooks(linear)
-    has_columns = columns.numel() > 0 and _is_wanted(token)
-    x_t = Quantized(columns, None, scale, linear.quantizers.input.format) if has_columns else None
-    grads = local.backward(grad_output, x_t, linear, needs_grad_input=needs_grad_input)
-    return _given(grads, linear, grad_output, token)
-
-
-def _check_no_hooks(linear: LinearParams) -> None:
     if linear.weight._backward_hooks:
         raise UserError(
             f"a weight of shape {tuple(linear.weight.shape)} has hooks (register_hook), and torch.compile leaves them "
             f"out: remove them, or do not compile this layer"
         )
-
-
-def _given(
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None], linear: LinearParams, grad_output: Tensor, token: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What an operator of backward returns, from the gradients of input, weight and bias."""
+    needs_grad_weight = kept.numel() > 0 and _is_wanted(token)
+    if scales_rows:
+        x = kept if needs_grad_weight else None
+        grads = row_scaled.backward(grad_output, x, linear, needs_grad_input=needs_grad_input)
+    else:
+        x_t = Quantized(kept, None, scale, linear.quantizers.input.format) if needs_grad_weight else None
+        grads = local.backward(grad_output, x_t, linear, needs_grad_input=needs_grad_input)
     grad_input, grad_weight, grad_bias = grads
     if grad_weight is not None:
         _add_to_grad(linear.weight, grad_weight)
@@ -178,7 +176,7 @@ def _given(
 
 def _fake_linear_backward(
     grad_output: Tensor,
-    columns: Tensor,
+    kept: Tensor,
     scale: Tensor,
     token: Tensor,
     call: Tensor,
@@ -186,6 +184,7 @@ def _fake_linear_backward(
     has_bias: bool,
     needs_grad_input: bool,
     evaluates: bool,
+    scales_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, out_features = grad_output.shape
     return (
@@ -195,72 +194,8 @@ def _fake_linear_backward(
     )
 
 
-def _row_scaled_linear(
-    x: Tensor,
-    token: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    dtype: torch.dtype,
-    keeps_input: bool,
-    evaluates: bool,
-) -> Tensor:
-    linear = _params(token, bias, evaluates)
-    if keeps_input:
-        note_forward(linear)
-    return row_scaled.forward(x, linear, dtype)
-
-
-def _fake_row_scaled_linear(
-    x: Tensor,
-    token: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    dtype: torch.dtype,
-    keeps_input: bool,
-    evaluates: bool,
-) -> Tensor:
-    return x.new_empty((x.shape[0], out_features), dtype=dtype)
-
-
-def _row_scaled_linear_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    token: Tensor,
-    call: Tensor,
-    keeps_input: bool,
-    has_bias: bool,
-    needs_grad_input: bool,
-    evaluates: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_linear_backward`, from the input [T, K] itself."""
-    linear = _params(token, grad_output.new_empty(0) if has_bias else None, evaluates)
-    _check_no_hooks(linear)
-    kept = x if keeps_input and _is_wanted(token) else None
-    grads = row_scaled.backward(grad_output, kept, linear, needs_grad_input=needs_grad_input)
-    return _given(grads, linear, grad_output, token)
-
-
-def _fake_row_scaled_linear_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    token: Tensor,
-    call: Tensor,
-    keeps_input: bool,
-    has_bias: bool,
-    needs_grad_input: bool,
-    evaluates: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        grad_output.new_empty(x.shape if needs_grad_input else (0,)),
-        grad_output.new_empty((grad_output.shape[1] if has_bias else 0,), dtype=torch.float32),
-        torch.zeros_like(token),
-    )
-
-
 _define("linear", _linear, _fake_linear)
 _define("linear_backward", _linear_backward, _fake_linear_backward)
-_define("row_scaled_linear", _row_scaled_linear, _fake_row_scaled_linear)
-_define("row_scaled_linear_backward", _row_scaled_linear_backward, _fake_row_scaled_linear_backward)
 
 
 class _Linear(torch.autograd.Function):
@@ -275,26 +210,27 @@ class _Linear(torch.autograd.Function):
         keeps_input: bool,
         has_blocks: bool,
         evaluates: bool,
+        scales_rows: bool,
     ) -> Tensor:
         y, columns, scale = torch.ops.fp8_megatron.linear(
-            x, token, bias, out_features, dtype, keeps_input, has_blocks, evaluates
+            x, token, bias, out_features, dtype, keeps_input, has_blocks, evaluates, scales_rows
         )
-        ctx.save_for_backward(columns, scale, token)
+        ctx.save_for_backward(x if scales_rows and keeps_input else columns, scale, token)
         ctx.in_features, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
-        ctx.evaluates = evaluates
+        ctx.evaluates, ctx.scales_rows = evaluates, scales_rows
         output: Tensor = y
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        columns, scale, token = ctx.saved_tensors
+        kept, scale, token = ctx.saved_tensors
         has_bias, needs_grad_input = ctx.bias_dtype is not None, ctx.needs_input_grad[0]
         # A compiler runs equal calls once. Each gives the weight a gradient, and no two of these tensors are equal.
         call = torch.empty(0, device="cpu")
         grad_input, grad_bias, grad_token = torch.ops.fp8_megatron.linear_backward(
             grad_output.contiguous(),
-            columns,
+            kept,
             scale,
             token,
             call,
@@ -302,48 +238,13 @@ class _Linear(torch.autograd.Function):
             has_bias,
             needs_grad_input,
             ctx.evaluates,
+            ctx.scales_rows,
         )
         return (
             grad_input if needs_grad_input else None,
             grad_token,
             grad_bias.to(ctx.bias_dtype) if has_bias else None,
-            *(None,) * 5,
-        )
-
-
-class _RowScaledLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        token: Tensor,
-        bias: Tensor | None,
-        out_features: int,
-        dtype: torch.dtype,
-        keeps_input: bool,
-        evaluates: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, token)
-        ctx.bias_dtype, ctx.keeps_input, ctx.evaluates = None if bias is None else bias.dtype, keeps_input, evaluates
-        y: Tensor = torch.ops.fp8_megatron.row_scaled_linear(
-            x, token, bias, out_features, dtype, keeps_input, evaluates
-        )
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, token = ctx.saved_tensors
-        has_bias, needs_grad_input = ctx.bias_dtype is not None, ctx.needs_input_grad[0]
-        call = torch.empty(0, device="cpu")  # as in `_Linear`
-        grad_input, grad_bias, grad_token = torch.ops.fp8_megatron.row_scaled_linear_backward(
-            grad_output.contiguous(), x, token, call, ctx.keeps_input, has_bias, needs_grad_input, ctx.evaluates
-        )
-        return (
-            grad_input if needs_grad_input else None,
-            grad_token,
-            grad_bias.to(ctx.bias_dtype) if has_bias else None,
-            *(None,) * 4,
+            *(None,) * 6,
         )
 
 

@@ -17,7 +17,7 @@ from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor, notes_of
 from ..quantization.weight_shards import plain_copy, stored_part
 from ..quantization.weight_views import Home
-from .compiled import compiled_linear, compiled_row_scaled_linear, new_token
+from .compiled import compiled_linear, new_token
 from .gemms import LinearParams
 from .linear import fp8_linear
 from .operands import as_rows
@@ -262,8 +262,7 @@ class FP8Linear(torch.nn.Linear):
             )
         if self.weight.home is not self.home:
             return self._multiply_exchanged(x, dtype, bias)
-        multiply = compiled_row_scaled_linear if self.scales_grad_rows else compiled_linear
-        y = multiply(as_rows(x, self._row_multiple), self, bias, dtype)
+        y = compiled_linear(as_rows(x, self._row_multiple), self, bias, dtype)
         return y[: x.numel() // self.in_features].view(*x.shape[:-1], self.out_features)
 
     def _check_not_exported(self) -> None:

@@ -8,8 +8,8 @@ So each row t is divided by its amax s_t. The label's element is then −1, whic
 its output by s_t. wgrad sums over rows, so its other operand is cast from x_t · s_t. `nn.lm_head` does the same inside
 the trainer's head, where the loss gives the scales. Here the values give them.
 
-Rounding to nearest makes the other elements 0.28% too small in the mean (`nn.lm_head`). All are cast times 1 / 0.99722;
-a 1 stays 1.
+Rounding to nearest makes the other elements 0.28% too small in the mean (`nn.lm_head`). All are cast times
+1 / `ops.KEPT`. The label's element stays −1.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import ops
 from ..quantization.operand import Quantized, multiply
 from ..quantization.sources import TensorSource
 from . import local
 from .first_order import once_differentiable
 from .gemms import LinearParams, deliver_wgrad, note_forward
 from .operands import as_matrix, as_whole_rows, delivered, without_padding
-
-#: The scale of a row's largest element, which is cast as 2^15, and the factor of `nn.lm_head` for all others.
-_UNIT = 2.0**-15
-_SHRINKAGE = 0.99722
 
 
 def row_scaled_linear(x: Tensor, linear: LinearParams, dtype: torch.dtype) -> Tensor:
@@ -69,7 +66,7 @@ def backward(
         grad_input = without_padding(product.mul_(amaxes), shape)
     if x is not None:
         # Rows without a gradient, as of ignored labels, are zeros: they do not raise the amax.
-        rows = as_matrix(as_whole_rows(x, format.size_multiple)).float() * amaxes.float()
+        rows = as_matrix(as_whole_rows(x, format.size_multiple)) * amaxes.float()
         columns = TensorSource(rows, rowwise=False, transposed=True).quantize(linear.quantizers.input.format, None)
         grad_weight = deliver_wgrad(g.t, columns.t, linear, dtype)
     grad_bias = None if linear.bias is None else grad.sum(dim=0, dtype=torch.float32)
@@ -80,8 +77,8 @@ def _cast(rows: Tensor, linear: LinearParams, *, transposed: bool) -> Quantized:
     """Rows [T, N] with an amax of 1, or of zeros."""
     format = linear.quantizers.grad_output.format
     source = TensorSource(rows, transposed=transposed)
-    made = source.quantize(format, rows.new_full((1,), _UNIT * _SHRINKAGE, dtype=torch.float32))
-    scale = rows.new_full((1,), _UNIT, dtype=torch.float32)
+    made = source.quantize(format, rows.new_full((1,), ops.PAYLOAD_SCALE * ops.KEPT, dtype=torch.float32))
+    scale = rows.new_full((1,), ops.PAYLOAD_SCALE, dtype=torch.float32)
     return Quantized(made.payload, made.payload_t if transposed else None, scale, format)
 
 

@@ -12,6 +12,7 @@ from itertools import chain
 
 import torch
 
+from ..checkpoint.run_state import Resumable
 from ..config.schema import Config, OptimizerConfig, PrecisionConfig
 from ..formats import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel
@@ -56,6 +57,18 @@ class TrainingState:
     def samples_per_micro_batch(self) -> int:
         """Samples of one micro-batch of all data-parallel ranks."""
         return self.config.training.micro_batch_size * self.topology.dp.size()
+
+    def resumable(self, unpadded_vocab_size: int) -> Resumable:
+        """What a checkpoint saves and restores."""
+        return Resumable(
+            self.config,
+            self.optimizer,
+            self.histories,
+            self.topology,
+            self.device,
+            vocab_size=unpadded_vocab_size,
+            padded_vocab_size=self.vocab_size,
+        )
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from ..checkpoint.files import (
     no_checkpoint,
     saved_iterations,
 )
-from ..checkpoint.loading import LoadOptions
+from ..checkpoint.loading import LoadOptions, load_checkpoint
 from ..checkpoint.megatron_loading import differing_argument, open_megatron_checkpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.run_identity import RunIdentity, own_restart, saved_by
 from ..checkpoint.run_lock import RunLock
+from ..checkpoint.run_state import Progress, Resumable
 from ..checkpoint.saved_run import differing_setting
 from ..checkpoint.saving import CheckpointWriter, Retention
 from ..config.folder_checks import load_problem
@@ -47,6 +48,17 @@ class Source:
     root: Path
     options: LoadOptions
     newest: int = 0
+
+    def load(self, resumable: Resumable) -> Progress:
+        """Load into `resumable`; returns where the checkpoint stands. Called by all ranks.
+
+        Raises:
+            CheckpointError: no checkpoint is left, or it cannot be loaded.
+        """
+        progress = load_checkpoint(self.root, resumable, self.options)
+        if progress is None:
+            raise CheckpointError(f"the checkpoints under {self.root} were removed while the run started")
+        return progress
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..mcore.transports import needs_launch_order
 from ..reporting.run_log import EVENTS_FILE, last_run, read_events, recording
 from ..watch.failures import watched_world
 from ..watch.restarts import Launch, begin_attempt
-from .checkpoint_evaluation import evaluate_checkpoint
+from .evaluation import evaluate_checkpoint
 from .graph_choice import GraphChoice, choose_graph
 from .run_start import starting_run
 from .stopping import SignalHandler
@@ -70,6 +70,7 @@ class Trainer:
             )
             start = stack.enter_context(starting_run(self.config.checkpoint, topology, signals))
             if self.config.training.skip_train:
+                assert start.source is not None, "the configuration's checks, and those of --load"
                 with watch:
                     evaluate_checkpoint(self.config, start.source, topology, device, watch=watch, signals=signals)
                 return

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.files import CheckpointError
-from ..checkpoint.loading import load_checkpoint
-from ..checkpoint.run_state import Progress, Resumable
+from ..checkpoint.run_state import Progress
 from ..config.checks import check_batches
 from ..config.schema import Config
 from ..mcore.runtime import seed_everything
@@ -25,6 +24,7 @@ from ..watch.replica_hash import PendingCheck, ReplicaCheck, ReplicasDiffer
 from .batches import Batch
 from .build import TrainingState, build_training_state, slot_names_of_ranks
 from .cast_sampling import CastSampler
+from .evaluation import evaluate_split
 from .graph_choice import GraphChoice, documents_fit
 from .loss_spikes import LossSpike, resumed_after_spikes
 from .room import check_memory, check_room
@@ -35,7 +35,7 @@ from .run_start import RunStart, checkpoint_writer
 from .step_outcomes import StepOutcomes
 from .step_results import Mark, PendingStep
 from .stopping import SignalHandler, StopReason, TrainingDiverged
-from .train_step import evaluate, step_graph, train_step
+from .train_step import step_graph, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class TrainingRun:
         self.state: TrainingState = build_training_state(
             config, self.data.vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
         )
-        self.resumable = self._resumable()
+        self.resumable = self.state.resumable(self.data.unpadded_vocab_size)
         slot_names = slot_names_of_ranks(self.state)
         self.progress = self._resume()
         self.total_iterations = config.train_iters(
@@ -150,18 +150,6 @@ class TrainingRun:
         if self.is_writer:
             log_settings(config, topology.world_size)
             self.around.graph_choice.log()
-
-    def _resumable(self) -> Resumable:
-        """What a checkpoint saves and restores."""
-        return Resumable(
-            self.config,
-            self.state.optimizer,
-            self.state.histories,
-            self.topology,
-            self.around.device,
-            vocab_size=self.data.unpadded_vocab_size,
-            padded_vocab_size=self.data.vocab_size,
-        )
 
     def _report(self) -> RunReport:
         return RunReport(
@@ -374,26 +362,21 @@ class TrainingRun:
         return self.stop or StopReason.INTERVAL
 
     def _evaluate(self, split: str) -> None:
-        """Report the losses of a split. A request to stop ends it without those that are not known yet."""
-        for one in self.data.evaluations(split):
-            if self.stop is not None:
-                return
-            self.watch.at(self.progress.iteration, "evaluating")
-            loss, self.stop = evaluate(
-                self.state, one.loader, one.num_batches, over_tokens=one.is_whole, own_stop=self._own_stop
+        """Report the losses of a split."""
+        if self.stop is None:
+            reached = self.progress.iteration
+            self.stop = evaluate_split(
+                *(self.state, self.data, split),
+                before_each=lambda: self.watch.at(reached, "evaluating"),
+                report=lambda name, loss: self.report.evaluation(reached, name, loss),
+                own_stop=self._own_stop,
             )
-            if self.stop is None:
-                self.report.evaluation(self.progress.iteration, one.name, loss)
-            elif self.is_writer:
-                logger.warning("the evaluation (%s) is given up, because %s", one.name, self.stop.value)
 
     def _resume(self) -> Progress:
         source, schedule = self.start.source, self.state.schedule
         if source is None:
             return Progress(scheduled_samples=0, schedule=schedule.as_saved())
-        progress = load_checkpoint(source.root, self.resumable, source.options)
-        if progress is None:
-            raise CheckpointError(f"the checkpoints under {source.root} were removed while the run started")
+        progress = source.load(self.resumable)
         schedule.resume(progress, quiet=not self.is_writer)
         progress = replace(progress, scheduled_samples=schedule.counted_samples, schedule=schedule.as_saved())
         if self.start.continues_save:

@@ -107,8 +107,8 @@ def test_a_head_trains_as_in_16_bits(level: str, recipe: str) -> None:
     table = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))
     for head in (False, True):
         torch.manual_seed(2)
-        refuses = (lambda name, layer: True) if head else (lambda name, layer: name != "lm_head")
-        model, optimizer = initialized(Named("lm_head").bfloat16(), level, recipe=recipe, filter=refuses)
+        takes = None if head else (lambda name, layer: name != "lm_head")
+        model, optimizer = initialized(Named("lm_head").bfloat16(), level, recipe=recipe, filter=takes)
         generator = torch.Generator().manual_seed(3)
         for group in optimizer.param_groups:
             group["lr"] = 1e-2

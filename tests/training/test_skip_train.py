@@ -13,7 +13,7 @@ from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_command_line, parse_config
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
-from fp8_megatron.training.checkpoint_evaluation import EVALUATIONS_FILE
+from fp8_megatron.training.evaluation import EVALUATIONS_FILE
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
 from tests.harness.runs import tiny_flags
@@ -65,7 +65,8 @@ def test_beside_the_run_in_its_own_folder(tmp_path: Path) -> None:
     after = contents(tmp_path)
     assert after.pop(f"out/{EVALUATIONS_FILE}") and after == before
     fit(tmp_path, load=tmp_path / "saved", train_iters=6)  # the run goes on as if nothing had been
-    assert [record["iteration"] for record in read_records(tmp_path / "out" / METRICS_FILE) if "lr" not in record]
+    steps = [one["iteration"] for one in read_records(tmp_path / "out" / METRICS_FILE) if one["kind"] == "train"]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_in_another_precision_and_of_the_weights_alone(tmp_path: Path) -> None:
