@@ -89,6 +89,8 @@ DEFAULT_RUNS = ["O3-fast", "O3", "bf16", "megatron-te-delayed", "torchao-tensorw
 WARM_UP_STEPS = 5
 #: Seconds that torchrun needs to end its ranks.
 _LAUNCHER_SECONDS = 45
+#: What a run logs once its steps are a CUDA graph.
+_RECORDED = "recorded a step as a CUDA graph"
 #: Keys that a peer's JSON line must have.
 _PEER_FIGURES = ("tok_s_gpu", "step_ms", "tflops_gpu", "tflops_causal", "mem_gb", "losses")
 
@@ -316,6 +318,7 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
         losses=[finite(record["loss"]) for record in steps],
         ms_by_kind_of_kernel=dict(sorted(kinds.items(), key=lambda item: -item[1])),
         profiled_step_ms=[profile["step"] for profile in profiles],
+        recorded=_RECORDED in (args.output_dir / f"{name}.log").read_text(),
     )
 
 

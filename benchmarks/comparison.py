@@ -25,6 +25,7 @@ class Result:
     is not finite is None.
 
     Profiled steps are by rank (compute, communication without overlap, idle). Times by kind of kernel are rank 0's.
+    `recorded`: steps were a CUDA graph, whether asked for or chosen.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Result:
     losses: list[float | None]
     ms_by_kind_of_kernel: dict[str, float] = field(default_factory=dict)
     profiled_step_ms: list[dict[str, float]] = field(default_factory=list)
+    recorded: bool = False
 
     @property
     def broken_steps(self) -> list[int]:

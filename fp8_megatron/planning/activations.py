@@ -14,6 +14,7 @@ from ..config.schema import Config
 from ..formats import StorageDtype
 from .memory import parameters_by_class, predict_memory
 from .storage import model_storage
+from .wire import predict_stage_bytes
 
 #: Bytes of an element of the 16-bit types.
 _HALF = 2
@@ -37,7 +38,7 @@ class PeakBytes:
         backward: what a layer's backward makes; 0 if the peak is at the logits.
         wire_buffers: send and receive buffers of gradients.
         transposes: transposed weights that stay over the micro-batches of a step.
-        recording: what a CUDA graph holds beside the activations.
+        recording: what a CUDA graph holds beside the activations: a shard's new weights, and messages between stages.
         tables: cosines and sines of RoPE, for the rank's part of a sequence.
     """
 
@@ -62,7 +63,8 @@ def predict_peak(
     """Predicted peak of a rank of pipeline stage `stage`.
 
     Args:
-        records: steps are recorded as a CUDA graph. The new weights of a rank's shard then have memory of their own.
+        records: steps are recorded as a CUDA graph. The new weights of a rank's shard then have memory of their own,
+            and so has each message between stages: while a graph is recorded, what NCCL's stream used is not freed.
     """
     replicas = config.num_replicas(world_size)
     state = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
@@ -91,9 +93,17 @@ def predict_peak(
         backward=0 if is_at_logits else backward,
         wire_buffers=wire,
         transposes=kept * state.linear.num_params // max(len(layers), 1),
-        recording=gathered // replicas if records and replicas > 1 else 0,
+        recording=_recording(config, gathered, world_size=world_size, stage=stage) if records else 0,
         tables=_table_bytes(config),
     )
+
+
+def _recording(config: Config, gathered: int, *, world_size: int, stage: int) -> int:
+    """Bytes that only a CUDA graph holds; `gathered`: of a rank's weights."""
+    replicas = config.num_replicas(world_size)
+    # A stage receives as many messages as it sends.
+    messages = 2 * predict_stage_bytes(config, world_size=world_size, stage=stage)
+    return messages + (gathered // replicas if replicas > 1 else 0)
 
 
 def _table_bytes(config: Config) -> int:

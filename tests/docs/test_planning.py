@@ -23,6 +23,8 @@ MEMORY = [
     ("the same with a graph", "gpt7b_4h200_graph.json: O3-graph"),
     ("GPT-13B, TP 2 × DP 2, graph, 36 layers kept", "gpt13b_4h200_tp2.json: O3-graph"),
     ("GPT-18B, recomputed", "gpt18b_30b_one_h200.json: GPT-18B, O3"),
+    ("GPT-7B, four stages, 2 × 16, graph", "gpt7b_pp4_4h200.json: O3-fast"),
+    ("the same with two virtual stages on each GPU", "gpt7b_pp4_4h200.json: O3-fast, two chunks a stage"),
 ]
 STEPS = [
     ("GPT-345M, BF16, 32 × 1", "gpt345m_speed_h200.json: bf16"),
@@ -35,7 +37,7 @@ STEPS = [
     ),
     ("GPT-13B, TP 2 × DP 2, graph", "gpt13b_4h200_tp2.json: O3-graph"),
     ("GPT-7B, four stages, 2 × 16", "gpt7b_pp4_4h200.json: O3-fast"),
-    ("GPT-30B, TP 4, 2 × 8", "gpt30b_tp4_4h200.json: O3-fast"),
+    ("GPT-30B, TP 4, 2 × 8, 48 layers kept", "gpt30b_tp4_4h200.json: O3-fast"),
     ("Llama-2-7B of 2,048, 4 GPUs, 4 × 4", "llama7b_2k_4h200.json: O3-fast"),
     ("Llama-3-8B of 8,192, 4 GPUs, 1 × 4", "llama8b_8k_4h200.json: O3-fast"),
     ("the same with FP8 attention", "llama8b_8k_4h200.json: O3-fp8-attention"),

@@ -36,7 +36,7 @@ class RecordedRun:
 
 
 def recorded_runs() -> list[RecordedRun]:
-    """All runs of pretrain_gpt.py with a peak. A run without --cuda-graph-impl was launched by Python."""
+    """All runs of pretrain_gpt.py with a peak. Python launched those without --cuda-graph-impl that say nothing else."""
     return [run for path in sorted(RESULTS.glob("*_*h200*.json")) for run in _runs_of(path)]
 
 
@@ -72,5 +72,5 @@ def _runs_of(path: Path) -> Iterator[RecordedRun]:
         words = shlex.split(re.sub(r"\bconfigs/", f"{ROOT}/configs/", command))
         ranks = int(words[words.index("--nproc-per-node") + 1])
         config = parse_config([*_defaults_of_then(words), *words[words.index("pretrain_gpt.py") + 1 :]])
-        records = config.training.cuda_graph_impl == "local"
+        records = config.training.cuda_graph_impl == "local" or row.get("recorded", False)
         yield RecordedRun(path.name, row["name"], config, ranks, records, row.get("step_ms"), row["peak_gb"])
