@@ -36,7 +36,7 @@ class RecordedRun:
 
 
 def recorded_runs() -> list[RecordedRun]:
-    """All runs of pretrain_gpt.py with a peak. Python launched those without --cuda-graph-impl that say nothing else."""
+    """All runs of pretrain_gpt.py with a peak. Python launched steps without --cuda-graph-impl and `recorded`."""
     return [run for path in sorted(RESULTS.glob("*_*h200*.json")) for run in _runs_of(path)]
 
 
