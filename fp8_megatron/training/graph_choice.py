@@ -107,23 +107,29 @@ def documents_fit(config: Config, most_documents: int | None) -> bool:
     return False
 
 
-def has_room(device: torch.device) -> bool:
-    """Whether the peak memory so far times `_ROOM_FACTOR` fits into the memory of every rank's GPU.
+def has_room(device: torch.device, message_bytes: int) -> bool:
+    """Whether a recording fits into the memory of every rank's GPU: the peak so far times `_ROOM_FACTOR`, and messages.
 
     All ranks call this once, at the same step. It waits for the device.
+
+    Args:
+        message_bytes: of what this rank's pipeline stage sends and receives in a step. A recording holds all of it:
+            while it is made, torch frees nothing that NCCL's stream used.
     """
-    share = torch.tensor([device_memory.peak_used_share(device)], device=device)
+    used, messages = device_memory.peak_used_share(device), message_bytes / device_memory.memory_bytes(device)
+    shares = torch.tensor([used * _ROOM_FACTOR + messages, used, messages], device=device)
     if torch.distributed.get_world_size() > 1:
-        torch.distributed.all_reduce(share, torch.distributed.ReduceOp.MAX)
-    largest = share.item()  # waits: the host's next action depends on it
-    if largest * _ROOM_FACTOR <= 1.0:
+        torch.distributed.all_reduce(shares, torch.distributed.ReduceOp.MAX)
+    needed, most_used, most_messages = shares.tolist()  # waits: the host's next action depends on it
+    if needed <= 1.0:
         return True
     logger.info(
         "steps are not recorded as a CUDA graph: %.0f%% of a GPU's memory were in use, and a recording may take %.0f%% "
-        "more of that; --cuda-graph-impl local records in any case, none goes over NCCL between more than two "
+        "more of that%s; --cuda-graph-impl local records in any case, none goes over NCCL between more than two "
         "tensor-parallel ranks, which is faster for steps that Python launches",
-        100 * largest,
+        100 * most_used,
         100 * (_ROOM_FACTOR - 1),
+        f" and {most_messages:.0%} of the memory for messages between stages" if most_messages else "",
     )
     return False
 

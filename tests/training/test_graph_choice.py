@@ -120,14 +120,16 @@ def test_one_line_says_what_was_chosen(model: str, level: int, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    ("reserved", "beside", "another_ranks", "expected"),
+    ("reserved", "beside", "messages", "another_ranks", "expected"),
     [
-        (86, 0, 0.0, True),
-        (88, 0, 0.0, False),
-        (81, 5, 0.0, True),
-        (81, 7, 0.0, False),
-        (10, 0, 0.86, True),
-        (10, 0, 0.88, False),
+        (86, 0, 0, 0.0, True),
+        (88, 0, 0, 0.0, False),
+        (81, 5, 0, 0.0, True),
+        (81, 7, 0, 0.0, False),
+        (10, 0, 0, 0.86, True),
+        (10, 0, 0, 0.88, False),
+        (60, 0, 30, 0.0, True),
+        (60, 0, 32, 0.0, False),
     ],
 )
 def test_room_is_for_more_than_was_in_use_on_every_rank(
@@ -135,25 +137,28 @@ def test_room_is_for_more_than_was_in_use_on_every_rank(
     caplog: pytest.LogCaptureFixture,
     reserved: int,
     beside: int,
+    messages: int,
     another_ranks: float,
     expected: bool,
 ) -> None:
-    """GiB of 100 that the allocator reserved at most, of which it has 20 now or all, and that others have beside it;
-    another rank's share of its memory."""
+    """GiB of 100 that the allocator reserved at most, of which it has 20 now or all, that others have beside it, and of
+    messages; another rank's share of its memory."""
     now = min(reserved, 20)
     reductions: list[object] = []
 
     def all_reduce(share: torch.Tensor, op: object) -> None:
         reductions.append(op)
-        share.clamp_(min=another_ranks)
+        share.copy_(share.maximum(torch.tensor([another_ranks * 1.15, another_ranks, 0.0])))
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL - ((now + beside) << 30), TOTAL))
+    monkeypatch.setattr(graph_choice.device_memory, "memory_bytes", lambda device: TOTAL)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: now << 30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: reserved << 30)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2 if another_ranks else 1)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     with caplog.at_level(logging.INFO):
-        assert has_room(CPU) == expected
+        assert has_room(CPU, messages << 30) == expected
     assert reductions == ([torch.distributed.ReduceOp.MAX] if another_ranks else [])
     assert [record.name for record in caplog.records] == ([] if expected else [graph_choice.__name__])
-    assert expected or "88% of a GPU's memory were in use" in caplog.text
+    assert expected or f"{60 if messages else 88}% of a GPU's memory were in use" in caplog.text
+    assert expected or ("and 32% of the memory for messages" in caplog.text) == bool(messages)
