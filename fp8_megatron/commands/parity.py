@@ -6,8 +6,10 @@
 All flags after -- go to training. Runs of one seed see the same data from the same initial weights. The first level is
 the reference. Each run takes one GPU, or --ranks-per-run of them; runs are side by side on --gpus GPUs. Without GPUs
 they run one after another on the CPU.
---own-levels NAME=FLAGS adds levels of your own. --finetune-from CHECKPOINT starts every run from the weights of one
-checkpoint, with a new optimizer and schedule.
+--own-levels NAME=FLAGS adds levels of your own.
+--continue-from CHECKPOINT lets every run continue one run: weights, optimizer state, schedule and data are those of its
+checkpoint, whatever its level. Early in training, small differences grow by chance; runs that share it differ less.
+--finetune-from CHECKPOINT starts every run from the weights of a checkpoint, with a new optimizer and schedule.
 
 --time-limit S ends the command after S seconds: runs that have not ended save a checkpoint, and the same command goes
 on with them. Finished runs are kept in parity.json. That file alone, of some MB at most, is enough to go on elsewhere;
@@ -35,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from ..checkpoint.files import candidates, named_checkpoint
 from ..config.checks import ConfigError, check_config
 from ..config.io import own_and_run_flags, parse_config
 from ..config.schema import Config, PrecisionConfig
@@ -42,7 +45,7 @@ from ..errors import UserError
 from .arguments import Parser, output_folder, real, seed, whole
 from .levels import levels_of
 from .parity_results import read_results, show_table, write_results
-from .parity_runs import SAVE_SECONDS, Session, run_flags
+from .parity_runs import SAVE_SECONDS, SEED, Session, run_flags
 from .program import exit_status, share_import_path
 from .run_settings import run_command_line
 
@@ -64,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     share_import_path()
     config = check_levels(args)
+    check_start(args, config)
     finished = read_results(args, config)
     slots = _slots(args.gpus, args.ranks_per_run)
     deadline = math.inf if args.time_limit is None else started + args.time_limit - SAVE_SECONDS
@@ -97,7 +101,13 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
         help="levels of your own, for --levels to name: "
         '--own-levels "head=--precision fp8 --fp8-recipe tensorwise --fp8-lm-head"',
     )
-    parser.add_argument("--finetune-from", metavar="CHECKPOINT", help="every run starts from these weights")
+    starts = parser.add_mutually_exclusive_group()
+    starts.add_argument("--finetune-from", metavar="CHECKPOINT", help="every run starts from these weights")
+    starts.add_argument(
+        "--continue-from",
+        metavar="CHECKPOINT",
+        help=f"every run continues this one; {SEED} in it is a run's seed, and is needed for several",
+    )
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3], help="of data and weights (default: 1 2 3)")
     parser.add_argument("--gpus", type=whole(), help="GPUs of all runs side by side (default: all GPUs)")
     parser.add_argument(
@@ -132,6 +142,8 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
             parser.error(f"--{name} names {repeated[0]} twice; give it once")
     if len(args.levels) < 2:
         parser.error(f"--levels {args.levels[0]}: give two or more to compare")
+    if args.continue_from is not None and len(args.seeds) > 1 and SEED not in args.continue_from:
+        parser.error(f"--continue-from {args.continue_from} is of one seed; put {SEED} into it, or give one of --seeds")
     return args
 
 
@@ -176,6 +188,27 @@ def check_levels(args: argparse.Namespace) -> Config:
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
     return config
+
+
+def check_start(args: argparse.Namespace, config: Config) -> None:
+    """Check the checkpoints of --continue-from.
+
+    Raises:
+        UserError: there is none, or it is of the last step.
+    """
+    if args.continue_from is None:
+        return
+    num_steps = config.train_iters(args.ranks_per_run)
+    for number in args.seeds:
+        path = Path(args.continue_from.replace(SEED, str(number)))
+        found = candidates(*named_checkpoint(path))
+        if not found:
+            raise UserError(f"--continue-from {path}: no checkpoint there; give the folder that a run's --save named")
+        if found[0] >= num_steps:
+            raise UserError(
+                f"--continue-from {path}: its checkpoint is of iteration {found[0]}, and train_iters is {num_steps}; "
+                "name an earlier one, such as iter_0000100"
+            )
 
 
 def _slots(num_gpus: int | None, ranks_per_run: int) -> list[str]:

@@ -25,6 +25,8 @@ from ..reporting.parity_report import draw_parity, markdown_table, table_rows
 RESULTS_FILE = "parity.json"
 #: Settings that may differ between calls: where things are.
 _PLACES = {"output_dir", "save", "load", "seed", "data_cache_path"}
+#: Arguments that say from which checkpoint the runs start.
+_STARTS = ("finetune_from", "continue_from")
 
 
 def common_settings(config: Config) -> dict[str, Any]:
@@ -53,11 +55,13 @@ def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, in
         before, flags = dict(report["settings"]), dict(report.get("flags", {}))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
-    if args.finetune_from != (start := report.get("finetune_from", args.finetune_from)):
-        raise UserError(
-            f"{path} has runs with finetune_from({start}), this command has finetune_from({args.finetune_from}); give "
-            "the same checkpoint, or another --output-dir"
-        )
+    for name in _STARTS:
+        given = getattr(args, name)
+        if given != (start := report.get(name, given)):
+            raise UserError(
+                f"{path} has runs with {name}({start}), this command has {name}({given}); give the same checkpoint, or "
+                "another --output-dir"
+            )
     if args.ranks_per_run != (ranks := report.get("ranks_per_run", 1)):
         raise UserError(
             f"{path} has runs with --ranks-per-run {ranks}, this command has {args.ranks_per_run}; give the same, or "
@@ -90,7 +94,7 @@ def write_results(
     report = {
         "settings": common_settings(config),
         "flags": {level: args.flags[level] for level in args.levels},
-        "finetune_from": args.finetune_from,
+        **{name: getattr(args, name) for name in _STARTS},
         "ranks_per_run": args.ranks_per_run,
         **_machine(),
         "comparison": None if parity is None else asdict(parity),
@@ -101,7 +105,7 @@ def write_results(
         return None
     write_output(folder / "parity.md", markdown_table(parity).encode(), "--output-dir")
     tokens = args.ranks_per_run * statistics.fmean(
-        found.num_steps * found.tokens_per_second * found.step_seconds for found in runs
+        (found.num_steps - found.steps_before) * found.tokens_per_second * found.step_seconds for found in runs
     )
     draw_parity(runs, parity, folder / "parity.png", title=f"Precision levels over {tokens / 1e6:,.1f} M tokens")
     return parity

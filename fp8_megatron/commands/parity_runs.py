@@ -23,6 +23,8 @@ from .parity_results import write_results
 #: Seconds before the time limit at which runs are asked to save and end.
 SAVE_SECONDS = 40.0
 _POLL_SECONDS = 0.2
+#: In --continue-from: a run's seed.
+SEED = "{seed}"
 
 
 @dataclass
@@ -167,8 +169,11 @@ def run_flags(args: argparse.Namespace, key: tuple[str, int], folder: Path) -> l
     level, number = key
     own = folder / "checkpoints"
     load = ["--load", str(own)]
-    if args.finetune_from is not None and not (own / TRACKER).exists():
-        load = ["--load", args.finetune_from, "--finetune"]
+    if not (own / TRACKER).exists():
+        if args.finetune_from is not None:
+            load = ["--load", args.finetune_from, "--finetune"]
+        elif args.continue_from is not None:
+            load = ["--load", args.continue_from.replace(SEED, str(number))]
     places = ["--output-dir", str(folder), "--save", str(own), *load]
     quiet = ["--no-tensorboard", "--progress", "off"]
     return [*args.passed, *args.flags[level], "--seed", str(number), *places, "--keep-last", "1", *quiet]

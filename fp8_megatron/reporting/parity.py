@@ -1,6 +1,6 @@
 """Whether levels of precision train as well as a reference: gaps over seeds, their significance, time to one loss.
 
-Runs of one seed see the same data from the same initial weights, so their losses are compared in pairs.
+Runs of one seed see the same data from the same weights, so their losses are compared in pairs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class RunResult:
 
     Attributes:
         final_loss: validation loss after the last step, nats a token.
-        tail_loss: mean training loss of the last tenth of the steps.
+        tail_loss: mean training loss of the last tenth of its own steps.
         step_seconds, tokens_per_second: medians after the first steps; tokens of one GPU.
         wall_seconds: from its start to its end with imports and validations; None for a run that was interrupted.
         validation, training: (iteration, loss) points. A point of training is a mean over the steps since the last one.
+        steps_before: those of the run whose checkpoint it continued; `num_steps` counts them.
     """
 
     level: str
@@ -46,6 +47,7 @@ class RunResult:
     wall_seconds: float | None
     validation: list[tuple[int, float]]
     training: list[tuple[int, float]]
+    steps_before: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -121,7 +123,8 @@ def read_run(folder: Path, level: str, seed: int, *, num_steps: int, wall_second
     # The last step may be one of --iterations-to-skip, which have no record.
     if not steps or not validations or validations[-1]["iteration"] < num_steps:
         return None
-    tail = [record["loss"] for record in steps[-max(1, round(_TAIL * num_steps)) :]]
+    steps_before = steps[0]["iteration"] - 1
+    tail = [record["loss"] for record in steps[-max(1, round(_TAIL * (num_steps - steps_before))) :]]
     if validations[-1]["loss"] is None or None in tail:
         raise ValueError(f"{path}: a loss at the end of training is not finite")
     timed = steps[WARM_UP_STEPS:] or steps
@@ -138,6 +141,7 @@ def read_run(folder: Path, level: str, seed: int, *, num_steps: int, wall_second
         wall_seconds=wall_seconds,
         validation=[(record["iteration"], record["loss"]) for record in validations if record["loss"] is not None],
         training=_thinned([(record["iteration"], record["loss"]) for record in steps if record["loss"] is not None]),
+        steps_before=steps_before,
     )
 
 
@@ -208,14 +212,14 @@ def _mean_curve(runs: list[RunResult]) -> list[tuple[int, float]]:
 
 def _seconds_to(curve: list[tuple[int, float]], loss: float, runs: list[RunResult]) -> float | None:
     """Training time at which a curve of validation losses first reaches `loss`, by linear interpolation."""
-    step_seconds = statistics.fmean(run.step_seconds for run in runs)
+    step_seconds, start = statistics.fmean(run.step_seconds for run in runs), runs[0].steps_before
     for index, (iteration, value) in enumerate(curve):
         if value <= loss:
             if index == 0:
-                return iteration * step_seconds
+                return (iteration - start) * step_seconds
             before, higher = curve[index - 1]
             share = (higher - loss) / (higher - value) if higher > value else 1.0
-            return (before + share * (iteration - before)) * step_seconds
+            return (before + share * (iteration - before) - start) * step_seconds
     return None
 
 

@@ -13,6 +13,7 @@ import pytest
 from fp8_megatron.commands import parity, parity_runs
 from fp8_megatron.commands.parity_results import RESULTS_FILE, read_results, write_results
 from fp8_megatron.commands.parity_runs import Session, run_flags
+from fp8_megatron.commands.pretrain_gpt import main as pretrain
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.errors import UserError
@@ -74,6 +75,8 @@ def test_a_configuration_that_cannot_be_compared(
         (["--own-levels", "O3=--precision fp8"], "give NAME=FLAGS with a new name"),
         (["--own-levels", "--precision fp8"], "give NAME=FLAGS"),
         (["--own-levels", "a/b=--precision fp8"], "give NAME=FLAGS"),
+        (["--continue-from", "base"], "--continue-from base is of one seed; put {seed} into it, or give one of --seeds"),
+        (["--continue-from", "{seed}", "--finetune-from", "base"], "not allowed with argument"),
     ],
 )
 def test_flags_that_are_refused(
@@ -149,6 +152,44 @@ def test_fine_tuning_starts_from_one_checkpoint_and_goes_on_from_its_own(tmp_pat
         UserError, match=r"has runs with finetune_from\(.*base\), this command has finetune_from\(None\)"
     ):
         read_results(other, parity.check_levels(other))
+
+
+def test_every_level_continues_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights, state, schedule and data: the run's own precision goes on bit for bit, and O3 stays near it."""
+    base = ["--output-dir", str(tmp_path / "base"), "--save", str(tmp_path / "base_7"), "--save-interval", "10"]
+    assert pretrain([*TRAINING, "--precision", "bf16", "--seed", "7", "--no-tensorboard", *base]) == 0
+    checkpoint = tmp_path / "base_{seed}" / "iter_0000010"
+    words = ["--levels", "bf16", "O3", "--seeds", "7", "--continue-from", str(checkpoint)]
+    assert parity.main(["--output-dir", str(tmp_path / "out"), *words, "--", *TRAINING]) == 0
+    report = json.loads((tmp_path / "out" / RESULTS_FILE).read_text())
+    assert report["continue_from"] == str(checkpoint)
+    bf16, fp8 = report["runs"]
+    records = read_records(tmp_path / "base" / METRICS_FILE)
+    losses = {r["iteration"]: r["loss"] for r in records if r["kind"] == "train"}
+    assert [tuple(point) for point in bf16["training"]] == [(i, losses[i]) for i in range(11, 21)]
+    assert [point[0] for point in fp8["validation"]] == [20] and fp8["steps_before"] == 10
+    gaps = [ours[1] / other[1] - 1 for ours, other in zip(fp8["training"], bf16["training"], strict=True)]
+    assert 0 < max(map(abs, gaps)) < 0.003
+    assert report["comparison"]["levels"][1]["seconds_to_loss"] <= 10.001 * fp8["step_seconds"]
+
+
+def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", "--continue-from", str(tmp_path / "base_{seed}"))
+    config = parity.check_levels(args)
+    with pytest.raises(UserError, match="base_1: no checkpoint there; give the folder that a run's --save named"):
+        parity.check_start(args, config)
+    for number, iteration in ((1, 10), (2, 20), (3, 10)):
+        folder = tmp_path / f"base_{number}" / f"iter_{iteration:07d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="base_2: its checkpoint is of iteration 20, and train_iters is 20; name an"):
+        parity.check_start(args, config)
+    folder = tmp_path / "run"
+    started = parse_config(run_flags(args, ("O3", 3), folder)).checkpoint
+    assert str(started.load) == str(tmp_path / "base_3") and not started.finetune
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("15")
+    assert str(parse_config(run_flags(args, ("O3", 3), folder)).checkpoint.load) == str(folder / "checkpoints")
 
 
 def test_runs_of_several_ranks_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
