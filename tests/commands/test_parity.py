@@ -75,7 +75,7 @@ def test_a_configuration_that_cannot_be_compared(
         (["--own-levels", "O3=--precision fp8"], "give NAME=FLAGS with a new name"),
         (["--own-levels", "--precision fp8"], "give NAME=FLAGS"),
         (["--own-levels", "a/b=--precision fp8"], "give NAME=FLAGS"),
-        (["--continue-from", "base"], "--continue-from base is of one seed; put {seed} into it, or give one of --seeds"),
+        (["--continue-from", "base"], "--continue-from base is of one seed; put {seed} into it"),
         (["--continue-from", "{seed}", "--finetune-from", "base"], "not allowed with argument"),
     ],
 )
