@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: the model's settings and the tokenizer of a checkpoint as defaults of a run."""
+"""Settings of a checkpoint that a run takes: its seed and, by --use-checkpoint-args, the model's and the tokenizer."""
 
 from __future__ import annotations
 
@@ -55,6 +55,18 @@ def settings_of_checkpoint(config: Config) -> Config | None:
         names = [name for name in DataConfig.__dataclass_fields__ if name.startswith(_TOKENIZER)]
         data = replace(data, **{name: getattr(saved.data, name) for name in names})
     return replace(Config(), model=saved.model, data=data)
+
+
+def saved_seed(folder: Path) -> int | None:
+    """--seed of the run that saved a checkpoint; None if a checkpoint of Megatron-LM does not say.
+
+    Raises:
+        UserError: the settings cannot be read.
+    """
+    if is_megatron_checkpoint(folder):
+        found = open_megatron_checkpoint(folder).arguments.get("seed")
+        return found if isinstance(found, int) else None
+    return load_config(folder / CONFIG).training.seed
 
 
 def _newest_whole(folders: Sequence[Path]) -> Path:

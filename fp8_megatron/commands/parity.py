@@ -7,8 +7,9 @@ All flags after -- go to training. Runs of one seed see the same data from the s
 the reference. Each run takes one GPU, or --ranks-per-run of them; runs are side by side on --gpus GPUs. Without GPUs
 they run one after another on the CPU.
 --own-levels NAME=FLAGS adds levels of your own.
---continue-from CHECKPOINT lets every run continue one run: weights, optimizer state, schedule and data are those of its
-checkpoint, whatever its level. Early in training, small differences grow by chance; runs that share it differ less.
+--continue-from CHECKPOINT lets every run continue one run of its seed: weights, optimizer state, schedule and data are
+those of its checkpoint, whatever its level. Early in training, small differences grow by chance; runs that share it
+differ less.
 --finetune-from CHECKPOINT starts every run from the weights of a checkpoint, with a new optimizer and schedule.
 
 --time-limit S ends the command after S seconds: runs that have not ended save a checkpoint, and the same command goes
@@ -37,7 +38,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from ..checkpoint.files import candidates, named_checkpoint
+from ..checkpoint.files import candidates, iteration_folder, named_checkpoint
 from ..config.checks import ConfigError, check_config
 from ..config.io import own_and_run_flags, parse_config
 from ..config.schema import Config, PrecisionConfig
@@ -191,24 +192,45 @@ def check_levels(args: argparse.Namespace) -> Config:
 
 
 def check_start(args: argparse.Namespace, config: Config) -> None:
-    """Check the checkpoints of --continue-from.
+    """Check the checkpoints of --continue-from and --finetune-from.
 
     Raises:
-        UserError: there is none, or it is of the last step.
+        UserError: there is none. One to continue is of the last step, or of another seed than its run.
     """
+    if args.finetune_from is not None:
+        _newest_checkpoint("--finetune-from", Path(args.finetune_from))
     if args.continue_from is None:
         return
+    from ..checkpoint.saved_settings import saved_seed  # imports torch
+
     num_steps = config.train_iters(args.ranks_per_run)
     for number in args.seeds:
         path = Path(args.continue_from.replace(SEED, str(number)))
-        found = candidates(*named_checkpoint(path))
-        if not found:
-            raise UserError(f"--continue-from {path}: no checkpoint there; give the folder that a run's --save named")
-        if found[0] >= num_steps:
+        folder, iteration = _newest_checkpoint("--continue-from", path)
+        if iteration >= num_steps:
             raise UserError(
-                f"--continue-from {path}: its checkpoint is of iteration {found[0]}, and train_iters is {num_steps}; "
+                f"--continue-from {path}: its checkpoint is of iteration {iteration}, and train_iters is {num_steps}; "
                 "name an earlier one, such as iter_0000100"
             )
+        saved = saved_seed(folder)
+        if saved not in (number, None):
+            raise UserError(
+                f"--continue-from {path}: that run has seed {saved}, and its data would go on in the order of seed "
+                f"{number}; give --seeds {saved}, or the checkpoint of a run with --seed {number}"
+            )
+
+
+def _newest_checkpoint(flag: str, path: Path) -> tuple[Path, int]:
+    """(folder, iteration) of the checkpoint that a path names.
+
+    Raises:
+        UserError: there is none.
+    """
+    root, iteration = named_checkpoint(path)
+    found = candidates(root, iteration)
+    if not found:
+        raise UserError(f"{flag} {path}: no checkpoint there; give the folder that a run's --save named")
+    return iteration_folder(root, found[0]), found[0]
 
 
 def _slots(num_gpus: int | None, ranks_per_run: int) -> list[str]:

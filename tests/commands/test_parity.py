@@ -182,8 +182,15 @@ def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
         folder = tmp_path / f"base_{number}" / f"iter_{iteration:07d}"
         folder.mkdir(parents=True)
         (folder / "manifest.json").write_text("{}")
+        (folder / "config.yaml").write_text(f"training: {{seed: {number}}}\n")
     with pytest.raises(UserError, match="base_2: its checkpoint is of iteration 20, and train_iters is 20; name an"):
         parity.check_start(args, config)
+    other = arguments(tmp_path / "out", "--continue-from", str(tmp_path / "base_1"), "--seeds", "4")
+    with pytest.raises(UserError, match="base_1: that run has seed 1, and its data would go on in the order of seed 4"):
+        parity.check_start(other, config)
+    other = arguments(tmp_path / "out", "--finetune-from", str(tmp_path / "base_4"))
+    with pytest.raises(UserError, match="--finetune-from .*base_4: no checkpoint there; give the folder"):
+        parity.check_start(other, config)
     folder = tmp_path / "run"
     started = parse_config(run_flags(args, ("O3", 3), folder)).checkpoint
     assert str(started.load) == str(tmp_path / "base_3") and not started.finetune
