@@ -41,7 +41,7 @@ from types import FrameType
 from ..checkpoint.files import candidates, iteration_folder, named_checkpoint
 from ..config.checks import ConfigError, check_config
 from ..config.io import own_and_run_flags, parse_config
-from ..config.schema import Config, PrecisionConfig
+from ..config.schema import CheckpointConfig, Config, PrecisionConfig
 from ..errors import UserError
 from .arguments import Parser, output_folder, real, seed, whole
 from .levels import levels_of
@@ -166,7 +166,8 @@ def check_levels(args: argparse.Namespace) -> Config:
     """The common configuration of the runs.
 
     Raises:
-        ConfigError: a level cannot run with it, its precision is not the levels', or it has not one validation loss.
+        ConfigError: a level cannot run with it, its precision is not the levels', it has not one validation loss, or
+            it says what to load.
     """
     config = parse_config(args.passed)
     if config.precision != PrecisionConfig():
@@ -174,6 +175,8 @@ def check_levels(args: argparse.Namespace) -> Config:
         name = next(name for name, value in asdict(config.precision).items() if value != default[name])
         raise ConfigError(f"{name}: the levels set everything of precision; leave it out")
     training = config.training
+    if training.skip_train:
+        raise ConfigError("skip_train: the runs of a comparison train; leave it out")
     if training.eval_interval == 0 or (training.eval_iters == 0 and not training.full_validation):
         raise ConfigError(
             f"eval_interval({training.eval_interval}) and eval_iters({training.eval_iters}) must be above 0: the "
@@ -182,6 +185,7 @@ def check_levels(args: argparse.Namespace) -> Config:
     if training.multiple_validation_sets:
         raise ConfigError("multiple_validation_sets gives several losses, and one is compared; leave it out")
     for level in args.levels:
+        _check_starts_alike(level, parse_config([*args.passed, *args.flags[level]]).checkpoint)
         try:
             key = (level, args.seeds[0])
             flags = run_flags(args, key, Path(args.output_dir) / "runs")
@@ -189,6 +193,23 @@ def check_levels(args: argparse.Namespace) -> Config:
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
     return config
+
+
+def _check_starts_alike(level: str, checkpoint: CheckpointConfig) -> None:
+    """Check that the flags of a level leave it to this command what its run loads, at first and after a time limit.
+
+    Raises:
+        ConfigError: a flag says what to load, or leaves something out of it.
+    """
+    for name in ("load", "ckpt_step", "finetune", "pretrained_checkpoint"):
+        value = getattr(checkpoint, name)
+        if value is not None and value is not False:
+            raise ConfigError(
+                f"level {level}: {name}({value}): --continue-from and --finetune-from say what runs load; leave it out"
+            )
+    for name in ("load_optim", "load_rng", "save_optim", "save_rng"):
+        if not getattr(checkpoint, name):
+            raise ConfigError(f"level {level}: no_{name}: a run goes on from its whole state; leave it out")
 
 
 def check_start(args: argparse.Namespace, config: Config) -> None:

@@ -55,6 +55,17 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
         ([], ["--eval-iters", "0"], r"eval_interval\(10\) and eval_iters\(0\) must be above 0"),
         ([], ["--full-validation", "--multiple-validation-sets"], "multiple_validation_sets gives several losses"),
         (["--levels", "bf16", "O3-blockwise"], ["--hidden-size", "192"], "level O3-blockwise: "),
+        ([], ["--skip-train"], "skip_train: the runs of a comparison train"),
+        ([], ["--load", "x"], r"load\(x\): --continue-from and --finetune-from say what runs load; leave it out"),
+        (["--continue-from", "x", "--seeds", "1"], ["--finetune"], r"finetune\(True\): --continue-from and"),
+        ([], ["--pretrained-checkpoint", "x"], r"pretrained_checkpoint\(x\): --continue-from and"),
+        ([], ["--ckpt-step", "5"], r"ckpt_step\(5\): --continue-from and"),
+        ([], ["--no-load-optim"], "no_load_optim: a run goes on from its whole state"),
+        (
+            ["--levels", "bf16", "a", "--own-levels", "a=--precision fp8 --no-save-optim"],
+            [],
+            "level a: no_save_optim: a run goes on from its whole state",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_compared(
