@@ -126,6 +126,7 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     own, passed = own_and_run_flags(words)
     args = parser.parse_args(own)
     args.passed = passed
+    args.recorded_flags = {}  # of levels, in parity.json
     if not passed:
         parser.error("no flags of the run; put them behind --, e.g. -- --config FILE --data-path PREFIX")
     args.flags = {**LEVELS, **_own_levels(parser, args.own_levels)}

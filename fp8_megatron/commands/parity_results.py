@@ -55,6 +55,7 @@ def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, in
         before, flags = dict(report["settings"]), dict(report.get("flags", {}))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
+    args.recorded_flags = flags
     for name in _STARTS:
         given = getattr(args, name)
         if given != (start := report.get(name, given)):
@@ -93,7 +94,7 @@ def write_results(
     parity = compare_runs(runs, args.levels[0])
     report = {
         "settings": common_settings(config),
-        "flags": {level: args.flags[level] for level in args.levels},
+        "flags": {**args.recorded_flags, **{level: args.flags[level] for level in args.levels}},
         **{name: getattr(args, name) for name in _STARTS},
         "ranks_per_run": args.ranks_per_run,
         **_machine(),
