@@ -23,8 +23,8 @@ from ..reporting.parity import Parity, RunResult, compare_runs
 from ..reporting.parity_report import draw_parity, markdown_table, table_rows
 
 RESULTS_FILE = "parity.json"
-#: Settings that may differ between calls: where things are.
-_PLACES = {"output_dir", "save", "load", "seed", "data_cache_path"}
+#: Settings that may differ between calls: seeds, where things are, how long ranks wait.
+_MAY_DIFFER = {"seed", "data_cache_path", "nccl_communicator_config_path", "distributed_timeout_minutes"}
 #: Arguments that say from which checkpoint the runs start.
 _STARTS = ("finetune_from", "continue_from")
 
@@ -34,9 +34,9 @@ def common_settings(config: Config) -> dict[str, Any]:
     sections = json.loads(json.dumps(asdict(config), default=str))
     return {
         name: value
-        for section in ("model", "data", "training", "optimizer")
+        for section in ("model", "data", "training", "optimizer", "parallel")
         for name, value in sections[section].items()
-        if name not in _PLACES
+        if name not in _MAY_DIFFER
     }
 
 

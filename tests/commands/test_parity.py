@@ -239,6 +239,9 @@ def test_layouts_are_checked_with_the_ranks_of_a_run(tmp_path: Path) -> None:
     other = arguments(tmp_path, "--ranks-per-run", "4", training=tensor_parallel)
     with pytest.raises(UserError, match="has runs with --ranks-per-run 2, this command has 4"):
         read_results(other, parity.check_levels(other))
+    other = arguments(tmp_path, "--ranks-per-run", "2", training=[*TRAINING, "--pipeline-model-parallel-size", "1"])
+    with pytest.raises(UserError, match=r"has runs with tensor_model_parallel_size\(2\), this command has"):
+        read_results(other, parity.check_levels(other))
 
 
 def test_a_setting_that_is_not_given_is_found_before_the_first_run(tmp_path: Path) -> None:
