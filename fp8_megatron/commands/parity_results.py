@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..checkpoint.files import TRACKER
 from ..config.schema import Config
 from ..errors import UserError
 from ..outputs import write_output
@@ -55,6 +56,8 @@ def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, in
         before, flags = dict(report["settings"]), dict(report.get("flags", {}))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
+    if not runs and next(path.parent.glob(f"runs/*/checkpoints/{TRACKER}"), None) is None:
+        return {}  # nothing was trained
     args.recorded_flags = flags
     for name in _STARTS:
         given = getattr(args, name)

@@ -133,6 +133,19 @@ def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
         read_results(session.args, session.config)
 
 
+def test_settings_of_calls_that_trained_nothing_do_not_bind(tmp_path: Path) -> None:
+    """After a first call with a wrong flag, the corrected one needs no other folder."""
+    session = _session(tmp_path)
+    write_results(session.args, session.config, {})
+    other = arguments(tmp_path, training=[*TRAINING, "--lr", "1e-5"])
+    assert read_results(other, parity.check_levels(other)) == {}
+    saved = tmp_path / "runs" / "bf16_seed_1" / "checkpoints"
+    saved.mkdir(parents=True)
+    (saved / "latest_checkpointed_iteration.txt").write_text("5")  # an unfinished run
+    with pytest.raises(UserError, match=r"has runs with lr\(0.0003\), this command has lr\(1e-05\)"):
+        read_results(other, parity.check_levels(other))
+
+
 def test_a_level_of_ones_own(tmp_path: Path) -> None:
     words = ["--levels", "bf16", "head", "--own-levels", "head=--precision fp8 --fp8-lm-head --lr 1e-4"]
     args = arguments(tmp_path, *words)
