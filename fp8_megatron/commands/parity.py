@@ -142,6 +142,8 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
         given = getattr(args, name)
         if repeated := [value for value in given if given.count(value) > 1]:
             parser.error(f"--{name} names {repeated[0]} twice; give it once")
+    if args.whole_runs and args.time_limit is None:
+        parser.error("--whole-runs has no effect without --time-limit; give both")
     if len(args.levels) < 2:
         parser.error(f"--levels {args.levels[0]}: give two or more to compare")
     if args.continue_from is not None and len(args.seeds) > 1 and SEED not in args.continue_from:

@@ -82,6 +82,7 @@ def test_a_configuration_that_cannot_be_compared(
         (["--levels", "bf16", "O3", "bf16"], "names bf16 twice"),
         (["--seeds", "1", "1"], "names 1 twice"),
         (["--time-limit", "5"], "out of range; give more than 40"),
+        (["--whole-runs"], "--whole-runs has no effect without --time-limit; give both"),
         (["--levels", "bf16", "head"], "--levels head: no such level; give --own-levels 'head=FLAGS' or one of bf16, "),
         (["--own-levels", "O3=--precision fp8"], "give NAME=FLAGS with a new name"),
         (["--own-levels", "--precision fp8"], "give NAME=FLAGS"),
@@ -109,7 +110,8 @@ def _session(tmp_path: Path, *words: str, finished: list[RunResult] | None = Non
 
 
 def test_whole_runs_are_not_started_without_time(tmp_path: Path) -> None:
-    session = _session(tmp_path, "--whole-runs", finished=[_finished("bf16", 1, 100.0), _finished("O3", 1, 30.0)])
+    words = ["--whole-runs", "--time-limit", "100"]
+    session = _session(tmp_path, *words, finished=[_finished("bf16", 1, 100.0), _finished("O3", 1, 30.0)])
     session.deadline = time.monotonic() + 60
     pending = [("bf16", 2), ("O3", 2)]
     assert session._next(pending) == ("O3", 2) and pending == [("bf16", 2)]
