@@ -39,10 +39,13 @@ from pathlib import Path
 from types import FrameType
 
 from ..checkpoint.files import candidates, iteration_folder, named_checkpoint
+from ..checkpoint.run_identity import RunIdentity
+from ..checkpoint.run_lock import DEAD_AFTER_SECONDS, POLL_SECONDS, RunLock
 from ..config.checks import ConfigError, check_config
 from ..config.io import own_and_run_flags, parse_config
 from ..config.schema import CheckpointConfig, Config, PrecisionConfig
 from ..errors import UserError
+from ..outputs import writing_to
 from .arguments import Parser, output_folder, real, seed, whole
 from .levels import levels_of
 from .parity_results import read_results, show_table, write_results
@@ -69,14 +72,15 @@ def run(args: argparse.Namespace) -> int:
     share_import_path()
     config = check_levels(args)
     check_start(args, config)
-    finished = read_results(args, config)
     slots = _slots(args.gpus, args.ranks_per_run)
     deadline = math.inf if args.time_limit is None else started + args.time_limit - SAVE_SECONDS
-    session = Session(args, config, slots, deadline, finished)
-    with _interrupts(session):
-        session.run()
+    with _locked(Path(args.output_dir)):
+        finished = read_results(args, config)
+        session = Session(args, config, slots, deadline, finished)
+        with _interrupts(session):
+            session.run()
+        parity = write_results(args, config, finished)
     wanted = {(level, each) for level in args.levels for each in args.seeds}
-    parity = write_results(args, config, finished)
     if parity is not None:
         show_table(parity)
     done = len(wanted & finished.keys())
@@ -278,6 +282,30 @@ def _slots(num_gpus: int | None, ranks_per_run: int) -> list[str]:
     names = visible.split(",") if visible else [str(index) for index in range(count)]
     num_runs = (num_gpus or count) // ranks_per_run
     return [",".join(names[run * ranks_per_run : (run + 1) * ranks_per_run]) for run in range(num_runs)]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of --output-dir: a second call would go on with the same runs, and each would replace parity.json.
+
+    Raises:
+        UserError: another call holds it.
+    """
+    with writing_to(folder, "--output-dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(folder, RunIdentity.drawn())
+        deadline = time.monotonic() + 2 * DEAD_AFTER_SECONDS
+        while (holder := lock.attempt()) is not None:
+            if holder.lives or time.monotonic() > deadline:
+                raise UserError(
+                    f"--output-dir {folder} is in use by process {holder.process} on {holder.host}, since "
+                    f"{holder.since}; wait for its end, or give another folder"
+                )
+            time.sleep(POLL_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -168,12 +168,14 @@ def run_flags(args: argparse.Namespace, key: tuple[str, int], folder: Path) -> l
     """Flags of one run of pretrain_gpt.py."""
     level, number = key
     own = folder / "checkpoints"
-    load = ["--load", str(own)]
-    if not (own / TRACKER).exists():
-        if args.finetune_from is not None:
-            load = ["--load", args.finetune_from, "--finetune"]
-        elif args.continue_from is not None:
-            load = ["--load", args.continue_from.replace(SEED, str(number))]
+    if (own / TRACKER).exists():
+        load = ["--load", str(own), "--exit-on-missing-checkpoint"]  # one that is gone meanwhile: not from scratch
+    elif args.finetune_from is not None:
+        load = ["--load", args.finetune_from, "--finetune"]
+    elif args.continue_from is not None:
+        load = ["--load", args.continue_from.replace(SEED, str(number))]
+    else:
+        load = ["--load", str(own)]
     places = ["--output-dir", str(folder), "--save", str(own), *load]
     quiet = ["--no-tensorboard", "--progress", "off"]
     return [*args.passed, *args.flags[level], "--seed", str(number), *places, "--keep-last", "1", *quiet]

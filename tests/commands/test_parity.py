@@ -353,6 +353,30 @@ def test_calls_go_on_with_what_is_missing(
     assert "starts" not in capsys.readouterr().out and time.monotonic() - started < 20
 
 
+def test_two_calls_do_not_share_a_folder(
+    tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their runs would go on with each other's checkpoints, and parity.json would keep those of one call."""
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    with parity._locked(tmp_path / "out"):
+        assert parity.main([*words, "--", *TRAINING]) == 2
+    error = capsys.readouterr().err
+    assert "out is in use by process " in error and "wait for its end, or give another folder" in error
+    assert not (tmp_path / "out" / "runs").exists()
+    assert parity.main([*words, "--", *TRAINING]) == 0
+
+
+def test_a_run_that_goes_on_does_not_begin_from_scratch(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    started = parse_config(run_flags(args, ("O3", 1), tmp_path / "run")).checkpoint
+    assert started.loads_what_it_saves and not started.exit_on_missing_checkpoint
+    saved = tmp_path / "run" / "checkpoints"
+    saved.mkdir(parents=True)
+    (saved / "latest_checkpointed_iteration.txt").write_text("5")
+    going_on = parse_config(run_flags(args, ("O3", 1), tmp_path / "run")).checkpoint
+    assert str(going_on.load) == str(saved) and going_on.exit_on_missing_checkpoint
+
+
 def test_a_failed_run_is_told(tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fake.py").write_text("import sys; print('error: no such thing'); sys.exit(2)")
     words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
