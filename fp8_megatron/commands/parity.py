@@ -31,7 +31,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -71,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     share_import_path()
     config = check_levels(args)
-    check_start(args, config)
     slots = _slots(args.gpus, args.ranks_per_run)
     deadline = math.inf if args.time_limit is None else started + args.time_limit - SAVE_SECONDS
     with _locked(Path(args.output_dir)):
         finished = read_results(args, config)
+        find_starts(args, config, finished)
         session = Session(args, config, slots, deadline, finished)
         with _interrupts(session):
             session.run()
@@ -130,7 +130,8 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     own, passed = own_and_run_flags(words)
     args = parser.parse_args(own)
     args.passed = passed
-    args.recorded_flags = {}  # of levels, in parity.json
+    # What parity.json says: flags by level, and by seed the iteration that --continue-from found.
+    args.recorded_flags, args.starts = {}, {}
     if not passed:
         parser.error("no flags of the run; put them behind --, e.g. -- --config FILE --data-path PREFIX")
     args.flags = {**LEVELS, **_own_levels(parser, args.own_levels)}
@@ -219,22 +220,26 @@ def _check_starts_alike(level: str, checkpoint: CheckpointConfig) -> None:
             raise ConfigError(f"level {level}: no_{name}: a run goes on from its whole state; leave it out")
 
 
-def check_start(args: argparse.Namespace, config: Config) -> None:
-    """Check the checkpoints of --continue-from and --finetune-from.
+def find_starts(args: argparse.Namespace, config: Config, finished: Container[tuple[str, int]]) -> None:
+    """Check the checkpoints of --continue-from and --finetune-from that unfinished runs need.
+
+    The iteration that --continue-from finds first is that of all runs of its seed, also if the run that is continued has
+    saved more since.
 
     Raises:
         UserError: there is none. One to continue is of the last step, or of another seed than its run.
     """
-    if args.finetune_from is not None:
+    seeds = [each for each in args.seeds if any((level, each) not in finished for level in args.levels)]
+    if args.finetune_from is not None and seeds:
         _newest_checkpoint("--finetune-from", Path(args.finetune_from))
     if args.continue_from is None:
         return
     from ..checkpoint.saved_settings import saved_seed  # imports torch
 
     num_steps = config.train_iters(args.ranks_per_run)
-    for number in args.seeds:
+    for number in seeds:
         path = Path(args.continue_from.replace(SEED, str(number)))
-        folder, iteration = _newest_checkpoint("--continue-from", path)
+        folder, iteration = _newest_checkpoint("--continue-from", path, args.starts.get(number))
         if iteration >= num_steps:
             raise UserError(
                 f"--continue-from {path}: its checkpoint is of iteration {iteration}, and train_iters is {num_steps}; "
@@ -246,15 +251,16 @@ def check_start(args: argparse.Namespace, config: Config) -> None:
                 f"--continue-from {path}: that run has seed {saved}, and its data would go on in the order of seed "
                 f"{number}; give --seeds {saved}, or the checkpoint of a run with --seed {number}"
             )
+        args.starts[number] = iteration
 
 
-def _newest_checkpoint(flag: str, path: Path) -> tuple[Path, int]:
-    """(folder, iteration) of the checkpoint that a path names.
+def _newest_checkpoint(flag: str, path: Path, iteration: int | None = None) -> tuple[Path, int]:
+    """(folder, iteration) of the checkpoint that a path names, or of the one of `iteration`.
 
     Raises:
         UserError: there is none.
     """
-    root, iteration = named_checkpoint(path)
+    root, iteration = named_checkpoint(path, iteration)
     found = candidates(root, iteration)
     if not found:
         raise UserError(f"{flag} {path}: no checkpoint there; give the folder that a run's --save named")

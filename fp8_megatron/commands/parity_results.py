@@ -54,11 +54,12 @@ def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, in
         report = json.loads(path.read_text())
         runs = [RunResult.from_json(values) for values in report["runs"]]
         before, flags = dict(report["settings"]), dict(report.get("flags", {}))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        starts = {int(number): int(iteration) for number, iteration in report.get("starts", {}).items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
     if not runs and next(path.parent.glob(f"runs/*/checkpoints/{TRACKER}"), None) is None:
         return {}  # nothing was trained
-    args.recorded_flags = flags
+    args.recorded_flags, args.starts = flags, starts
     for name in _STARTS:
         given = getattr(args, name)
         if given != (start := report.get(name, given)):
@@ -99,6 +100,7 @@ def write_results(
         "settings": common_settings(config),
         "flags": {**args.recorded_flags, **{level: args.flags[level] for level in args.levels}},
         **{name: getattr(args, name) for name in _STARTS},
+        "starts": args.starts,
         "ranks_per_run": args.ranks_per_run,
         **_machine(),
         "comparison": None if parity is None else asdict(parity),

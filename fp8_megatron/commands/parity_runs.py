@@ -129,7 +129,9 @@ class Session:
         seconds = None if process.was_interrupted else time.monotonic() - process.started
         num_steps = self.config.train_iters(self.args.ranks_per_run)
         try:
-            result = read_run(folder, *key, num_steps=num_steps, wall_seconds=seconds)
+            result = read_run(
+                folder, *key, num_steps=num_steps, wall_seconds=seconds, steps_before=self.args.starts.get(key[1], 0)
+            )
         except ValueError as error:
             print(f"error: {key[0]}, seed {key[1]}: {error}", file=sys.stderr, flush=True)
             self.failed.append(key)
@@ -174,6 +176,8 @@ def run_flags(args: argparse.Namespace, key: tuple[str, int], folder: Path) -> l
         load = ["--load", args.finetune_from, "--finetune"]
     elif args.continue_from is not None:
         load = ["--load", args.continue_from.replace(SEED, str(number))]
+        if number in args.starts:
+            load += ["--ckpt-step", str(args.starts[number])]
     else:
         load = ["--load", str(own)]
     places = ["--output-dir", str(folder), "--save", str(own), *load]

@@ -110,20 +110,24 @@ class Parity:
     levels: list[Comparison]
 
 
-def read_run(folder: Path, level: str, seed: int, *, num_steps: int, wall_seconds: float | None) -> RunResult | None:
+def read_run(
+    folder: Path, level: str, seed: int, *, num_steps: int, wall_seconds: float | None, steps_before: int = 0
+) -> RunResult | None:
     """A run's result from its folder; None if it has not ended.
+
+    Args:
+        steps_before: as in `RunResult`.
 
     Raises:
         ValueError: a loss at the end is not finite.
     """
     path = folder / METRICS_FILE
     records = read_records(path) if path.exists() else []
-    steps = [record for record in records if record["kind"] == "train"]
+    steps = [record for record in records if record["kind"] == "train" and record["iteration"] > steps_before]
     validations = [record for record in records if record["kind"] == "eval" and record["split"] == "valid"]
     # The last step may be one of --iterations-to-skip, which have no record.
     if not steps or not validations or validations[-1]["iteration"] < num_steps:
         return None
-    steps_before = steps[0]["iteration"] - 1
     tail = [record["loss"] for record in steps[-max(1, round(_TAIL * (num_steps - steps_before))) :]]
     if validations[-1]["loss"] is None or None in tail:
         raise ValueError(f"{path}: a loss at the end of training is not finite")
@@ -212,7 +216,8 @@ def _mean_curve(runs: list[RunResult]) -> list[tuple[int, float]]:
 
 def _seconds_to(curve: list[tuple[int, float]], loss: float, runs: list[RunResult]) -> float | None:
     """Training time at which a curve of validation losses first reaches `loss`, by linear interpolation."""
-    step_seconds, start = statistics.fmean(run.step_seconds for run in runs), runs[0].steps_before
+    step_seconds = statistics.fmean(run.step_seconds for run in runs)
+    start = statistics.fmean(run.steps_before for run in runs)
     for index, (iteration, value) in enumerate(curve):
         if value <= loss:
             if index == 0:

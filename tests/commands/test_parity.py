@@ -191,7 +191,7 @@ def test_every_level_continues_one_run(tmp_path: Path, capsys: pytest.CaptureFix
     words = ["--levels", "bf16", "O3", "--seeds", "7", "--continue-from", str(checkpoint)]
     assert parity.main(["--output-dir", str(tmp_path / "out"), *words, "--", *TRAINING]) == 0
     report = json.loads((tmp_path / "out" / RESULTS_FILE).read_text())
-    assert report["continue_from"] == str(checkpoint)
+    assert report["continue_from"] == str(checkpoint) and report["starts"] == {"7": 10}
     bf16, fp8 = report["runs"]
     records = read_records(tmp_path / "base" / METRICS_FILE)
     losses = {r["iteration"]: r["loss"] for r in records if r["kind"] == "train"}
@@ -206,26 +206,50 @@ def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
     args = arguments(tmp_path / "out", "--continue-from", str(tmp_path / "base_{seed}"))
     config = parity.check_levels(args)
     with pytest.raises(UserError, match="base_1: no checkpoint there; give the folder that a run's --save named"):
-        parity.check_start(args, config)
+        parity.find_starts(args, config, {})
     for number, iteration in ((1, 10), (2, 20), (3, 10)):
         folder = tmp_path / f"base_{number}" / f"iter_{iteration:07d}"
         folder.mkdir(parents=True)
         (folder / "manifest.json").write_text("{}")
         (folder / "config.yaml").write_text(f"training: {{seed: {number}}}\n")
     with pytest.raises(UserError, match="base_2: its checkpoint is of iteration 20, and train_iters is 20; name an"):
-        parity.check_start(args, config)
+        parity.find_starts(args, config, {})
     other = arguments(tmp_path / "out", "--continue-from", str(tmp_path / "base_1"), "--seeds", "4")
     with pytest.raises(UserError, match="base_1: that run has seed 1, and its data would go on in the order of seed 4"):
-        parity.check_start(other, config)
+        parity.find_starts(other, config, {})
     other = arguments(tmp_path / "out", "--finetune-from", str(tmp_path / "base_4"))
     with pytest.raises(UserError, match="--finetune-from .*base_4: no checkpoint there; give the folder"):
-        parity.check_start(other, config)
+        parity.find_starts(other, config, {})
+    parity.find_starts(args, config, {(level, 2) for level in args.levels})  # what is finished needs none
     folder = tmp_path / "run"
     started = parse_config(run_flags(args, ("O3", 3), folder)).checkpoint
     assert str(started.load) == str(tmp_path / "base_3") and not started.finetune
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("15")
     assert str(parse_config(run_flags(args, ("O3", 3), folder)).checkpoint.load) == str(folder / "checkpoints")
+
+
+def test_all_runs_continue_the_iteration_that_the_first_found(tmp_path: Path) -> None:
+    """Also in a later call, when the run that is continued has saved more."""
+    words = ["--levels", "bf16", "O3", "--seeds", "1", "--continue-from", str(tmp_path / "base")]
+
+    def save(iteration: int) -> None:
+        folder = tmp_path / "base" / f"iter_{iteration:07d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+        (folder / "config.yaml").write_text("training: {seed: 1}\n")
+
+    save(10)
+    args = arguments(tmp_path / "out", *words)
+    config = parity.check_levels(args)
+    parity.find_starts(args, config, {})
+    save(15)
+    write_results(args, config, {("bf16", 1): _finished("bf16", 1)})
+    later = arguments(tmp_path / "out", *words)
+    parity.find_starts(later, config, read_results(later, config))
+    for one in (args, later):
+        started = parse_config(run_flags(one, ("O3", 1), tmp_path / "run")).checkpoint
+        assert (str(started.load), started.ckpt_step) == (str(tmp_path / "base"), 10)
 
 
 def test_runs_of_several_ranks_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,15 @@ def test_a_run_whose_last_step_was_left_out_has_ended(tmp_path: Path) -> None:
     assert run is not None and run.final_loss == 4.5
 
 
+def test_the_steps_of_a_continued_run_are_its_own(tmp_path: Path) -> None:
+    """Its first step may have been left out, and the file may begin with steps of another run."""
+    _write_metrics(tmp_path, 500, 4.5, left_out=401)
+    run = read_run(tmp_path, "O3", 1, num_steps=500, wall_seconds=None, steps_before=400)
+    assert run is not None and run.steps_before == 400
+    assert [point[0] for point in run.training] == list(range(402, 501))
+    assert run.tail_loss == pytest.approx(4 + 4.5 / 500)
+
+
 def test_a_run_that_diverged_is_an_error(tmp_path: Path) -> None:
     _write_metrics(tmp_path, 20, None)
     with pytest.raises(ValueError, match="end of training is not finite"):
