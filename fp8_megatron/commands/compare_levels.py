@@ -30,7 +30,7 @@ from ..config.io import own_and_run_flags, parse_config
 from ..outputs import write_output, writing_to
 from ..reporting.metrics_file import METRICS_FILE, read_records
 from .arguments import Parser, output_folder, whole
-from .levels import levels_of
+from .levels import check_trains, levels_of
 from .program import exit_status, share_import_path
 
 LEVELS = levels_of("bf16", "te-tensorwise", "te-delayed", "O1", "O2", "O3", "O3-delayed", "O3-blockwise")
@@ -109,11 +109,13 @@ def check_levels(args: argparse.Namespace) -> None:
     """Check the configuration of every level before the first one runs.
 
     Raises:
-        ConfigError: a level cannot run with it.
+        ConfigError: a level cannot run with it, or it does not train.
     """
     for level in [*args.levels, *args.speed_levels]:
         try:
-            check_config(parse_config(_flags(args, level, args.output_dir / level)), args.nproc_per_node)
+            flags = _flags(args, level, args.output_dir / level)
+            check_trains(flags)
+            check_config(parse_config(flags), args.nproc_per_node)
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
 

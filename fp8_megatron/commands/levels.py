@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+
+from ..config.checks import ConfigError
+from ..config.io import parse_command_line
 
 _FP8 = ("--precision", "fp8")
 _O3 = (*_FP8, "--opt-level", "O3")
@@ -38,6 +41,18 @@ LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
+
+
+def check_trains(flags: Sequence[str]) -> None:
+    """Check that a run of these flags trains, as those of a comparison do.
+
+    Raises:
+        ConfigError: --skip-train or --dry-run is one of them.
+    """
+    line = parse_command_line(flags)
+    for name, given in (("skip_train", line.config.training.skip_train), ("dry_run", line.dry_run)):
+        if given:
+            raise ConfigError(f"{name}: the runs of a comparison train; leave it out")
 
 
 def levels_of(*names: str) -> dict[str, list[str]]:

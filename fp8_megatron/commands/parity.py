@@ -47,7 +47,7 @@ from ..config.schema import CheckpointConfig, Config, PrecisionConfig
 from ..errors import UserError
 from ..outputs import writing_to
 from .arguments import Parser, output_folder, real, seed, whole
-from .levels import levels_of
+from .levels import check_trains, levels_of
 from .parity_results import read_results, show_table, write_results
 from .parity_runs import SAVE_SECONDS, SEED, Session, run_flags
 from .program import exit_status, share_import_path
@@ -183,8 +183,7 @@ def check_levels(args: argparse.Namespace) -> Config:
         name = next(name for name, value in asdict(config.precision).items() if value != default[name])
         raise ConfigError(f"{name}: the levels set everything of precision; leave it out")
     training = config.training
-    if training.skip_train:
-        raise ConfigError("skip_train: the runs of a comparison train; leave it out")
+    check_trains(args.passed)
     if training.eval_interval == 0 or (training.eval_iters == 0 and not training.full_validation):
         raise ConfigError(
             f"eval_interval({training.eval_interval}) and eval_iters({training.eval_iters}) must be above 0: the "
@@ -197,9 +196,16 @@ def check_levels(args: argparse.Namespace) -> Config:
         try:
             key = (level, args.seeds[0])
             flags = run_flags(args, key, Path(args.output_dir) / "runs")
-            check_config(run_command_line(flags, "pretrain_gpt.py").config, args.ranks_per_run)
+            own = run_command_line(flags, "pretrain_gpt.py").config
+            check_config(own, args.ranks_per_run)
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
+        steps = [one.train_iters(args.ranks_per_run) for one in (own, config)]
+        if steps[0] != steps[1]:
+            raise ConfigError(
+                f"level {level} takes {steps[0]} steps and the flags after -- say {steps[1]}; all levels take as many, "
+                "so leave the length and the batch of the run out of the level"
+            )
     return config
 
 

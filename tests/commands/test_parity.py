@@ -56,6 +56,12 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
         ([], ["--full-validation", "--multiple-validation-sets"], "multiple_validation_sets gives several losses"),
         (["--levels", "bf16", "O3-blockwise"], ["--hidden-size", "192"], "level O3-blockwise: "),
         ([], ["--skip-train"], "skip_train: the runs of a comparison train"),
+        ([], ["--dry-run"], "dry_run: the runs of a comparison train"),
+        (
+            ["--levels", "bf16", "long", "--own-levels", "long=--precision fp8 --train-iters 40"],
+            [],
+            "level long takes 40 steps and the flags after -- say 20; all levels take as many",
+        ),
         ([], ["--load", "x"], r"load\(x\): --continue-from and --finetune-from say what runs load; leave it out"),
         (["--continue-from", "x", "--seeds", "1"], ["--finetune"], r"finetune\(True\): --continue-from and"),
         ([], ["--pretrained-checkpoint", "x"], r"pretrained_checkpoint\(x\): --continue-from and"),
