@@ -65,11 +65,12 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
     config = dataclasses.replace(config, parallel=parallel, precision=precision, training=training, data=data)
     if training.skip_train:
         training = dataclasses.replace(training, rollback_on_loss_spike=False)
-        config = dataclasses.replace(config, training=training, checkpoint=_only_loading(config.checkpoint))
-        notes.append(
-            "skip_train: nothing is trained or saved; losses are shown and added to evaluations.jsonl of output_dir, "
-            "TensorBoard and W&B get none"
-        )
+        folder = config.logging.output_dir or config.checkpoint.save
+        logging = dataclasses.replace(config.logging, output_dir=folder)
+        checkpoint = _only_loading(config.checkpoint)
+        config = dataclasses.replace(config, training=training, checkpoint=checkpoint, logging=logging)
+        shown = "shown alone" if folder is None else f"shown and added to evaluations.jsonl of {shortened(folder)}"
+        notes.append(f"skip_train: nothing is trained or saved; losses are {shown}, TensorBoard and W&B get none")
     return config, notes
 
 

@@ -69,6 +69,18 @@ def test_beside_the_run_in_its_own_folder(tmp_path: Path) -> None:
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_folder_of_saves_is_that_of_the_losses_too(tmp_path: Path) -> None:
+    """As for the logs of training; without either they are shown alone, and the note says so."""
+    fit(tmp_path)
+    flags = tiny_flags(tmp_path, **SCRIPT, save=tmp_path / "saved", load=tmp_path / "saved", skip_train=True)[2:]
+    Trainer(parse_config(flags)).fit()
+    assert [one["split"] for one in evaluations(tmp_path, "saved")] == ["valid"]
+    (note,) = (note for note in parse_command_line(flags).notes if "nothing is trained or saved" in note)
+    assert f"added to evaluations.jsonl of {tmp_path / 'saved'}" in note
+    line = parse_command_line([*flags, "--save", "none", "--save-interval", "none"])
+    assert line.config.logging.output_dir is None and any("losses are shown alone" in note for note in line.notes)
+
+
 def test_in_another_precision_and_of_the_weights_alone(tmp_path: Path) -> None:
     fit(tmp_path)
     for settings in ({"precision": "bf16", "load_optim": False}, {"finetune": True}):
