@@ -144,7 +144,7 @@ def read_run(
         skipped_steps=steps[-1]["skipped_steps"],
         wall_seconds=wall_seconds,
         validation=[(record["iteration"], record["loss"]) for record in validations if record["loss"] is not None],
-        training=_thinned([(record["iteration"], record["loss"]) for record in steps if record["loss"] is not None]),
+        training=_thinned([(record["iteration"], record["loss"]) for record in steps]),
         steps_before=steps_before,
     )
 
@@ -258,8 +258,12 @@ def _two_sided(t: float, degrees: int) -> float:
     return 1 - (2 / math.pi * (angle + inside) if is_odd else inside)
 
 
-def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Means of equal runs of `points`, each at its last iteration."""
+def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """Means of equal runs of `points`, each at its last iteration, without losses that are not finite (None).
+
+    Those count for where a run of points ends: runs of one seed have the same iterations, which are compared.
+    """
     every = max(1, -(-len(points) // MAX_POINTS))
     groups = [points[start : start + every] for start in range(0, len(points), every)]
-    return [(group[-1][0], statistics.fmean(loss for _, loss in group)) for group in groups]
+    finite = [(group[-1][0], [loss for _, loss in group if loss is not None]) for group in groups]
+    return [(iteration, statistics.fmean(losses)) for iteration, losses in finite if losses]

@@ -103,6 +103,17 @@ def test_a_run_whose_last_step_was_left_out_has_ended(tmp_path: Path) -> None:
     assert run is not None and run.final_loss == 4.5
 
 
+def test_a_skipped_step_leaves_the_points_where_they_are(tmp_path: Path) -> None:
+    """They are compared with those of other levels, iteration by iteration."""
+    _write_metrics(tmp_path, 500, 4.5)
+    path = tmp_path / METRICS_FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[100]["loss"] = None
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path, "O3", 1, num_steps=500, wall_seconds=None)
+    assert run is not None and [point[0] for point in run.training] == [*range(3, 500, 3), 500]
+
+
 def test_the_steps_of_a_continued_run_are_its_own(tmp_path: Path) -> None:
     """Its first step may have been left out, and the file may begin with steps of another run."""
     _write_metrics(tmp_path, 500, 4.5, left_out=401)
