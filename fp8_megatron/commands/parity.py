@@ -229,8 +229,8 @@ def _check_starts_alike(level: str, checkpoint: CheckpointConfig) -> None:
 def find_starts(args: argparse.Namespace, config: Config, finished: Container[tuple[str, int]]) -> None:
     """Check the checkpoints of --continue-from and --finetune-from that unfinished runs need.
 
-    The iteration that --continue-from finds first is that of all runs of its seed, also if the run that is continued has
-    saved more since.
+    The iteration that --continue-from finds first is that of all runs of its seed, also if the run that is continued
+    has saved more since.
 
     Raises:
         UserError: there is none. One to continue is of the last step, or of another seed than its run.

@@ -224,7 +224,7 @@ def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="base_1: that run has seed 1, and its data would go on in the order of seed 4"):
         parity.find_starts(other, config, {})
     other = arguments(tmp_path / "out", "--finetune-from", str(tmp_path / "base_4"))
-    with pytest.raises(UserError, match="--finetune-from .*base_4: no checkpoint there; give the folder"):
+    with pytest.raises(UserError, match=r"--finetune-from .*base_4: no checkpoint there; give the folder"):
         parity.find_starts(other, config, {})
     parity.find_starts(args, config, {(level, 2) for level in args.levels})  # what is finished needs none
     folder = tmp_path / "run"
@@ -383,9 +383,7 @@ def test_calls_go_on_with_what_is_missing(
     assert "starts" not in capsys.readouterr().out and time.monotonic() - started < 20
 
 
-def test_two_calls_do_not_share_a_folder(
-    tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_calls_do_not_share_a_folder(tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Their runs would go on with each other's checkpoints, and parity.json would keep those of one call."""
     words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
     with parity._locked(tmp_path / "out"):

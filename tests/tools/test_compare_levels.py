@@ -106,7 +106,7 @@ def test_an_older_comparison_is_not_left(tmp_path: Path, monkeypatch: pytest.Mon
             ["--", *TRAINING, "--num-attention-heads", "5"],
             "error: level bf16: hidden_size(1024) % num_attention_heads(5)",
         ),
-        (["--", *TRAINING, "--load", "x", "--skip-train"], "error: level bf16: skip_train: the runs of a comparison tr"),
+        (["--", *TRAINING, "--load", "x", "--skip-train"], "error: level bf16: skip_train: the runs of a comparison"),
         (["--", *TRAINING, "--dry-run"], "error: level bf16: dry_run: the runs of a comparison train; leave it out"),
         (["--", "--num-layrs", "3"], "error: level bf16: unknown flag --num-layrs; did you mean --num-layers?"),
         (
