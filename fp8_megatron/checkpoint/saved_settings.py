@@ -1,4 +1,4 @@
-"""Settings of a checkpoint that a run takes: its seed and, by --use-checkpoint-args, the model's and the tokenizer."""
+"""What a checkpoint says before it is loaded: seed, samples and, for --use-checkpoint-args, model and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from .files import (
 from .manifest import check_files
 from .megatron_loading import open_megatron_checkpoint
 from .same_model import settings_of_arguments
+from .saved_run import read_description
 
 #: Settings of the data section that name the tokenizer.
 _TOKENIZER = ("vocab_file", "merge_file", "tiktoken_", "tokenizer_", "null_tokenizer_")
@@ -67,6 +68,17 @@ def saved_seed(folder: Path) -> int | None:
         found = open_megatron_checkpoint(folder).arguments.get("seed")
         return found if isinstance(found, int) else None
     return load_config(folder / CONFIG).training.seed
+
+
+def saved_samples(folder: Path) -> int:
+    """Samples that lie behind a checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if is_megatron_checkpoint(folder):
+        return open_megatron_checkpoint(folder).consumed_samples
+    return int(read_description(folder)["consumed_samples"])
 
 
 def _newest_whole(folders: Sequence[Path]) -> Path:

@@ -132,6 +132,7 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     args.passed = passed
     # What parity.json says: flags by level, and by seed the iteration that --continue-from found.
     args.recorded_flags, args.starts = {}, {}
+    args.num_steps = {}  # of runs that continue others, by seed
     if not passed:
         parser.error("no flags of the run; put them behind --, e.g. -- --config FILE --data-path PREFIX")
     args.flags = {**LEVELS, **_own_levels(parser, args.own_levels)}
@@ -240,16 +241,18 @@ def find_starts(args: argparse.Namespace, config: Config, finished: Container[tu
         _newest_checkpoint("--finetune-from", Path(args.finetune_from))
     if args.continue_from is None:
         return
-    from ..checkpoint.saved_settings import saved_seed  # imports torch
+    from ..checkpoint.saved_settings import saved_samples, saved_seed  # imports torch
 
-    num_steps = config.train_iters(args.ranks_per_run)
     for number in seeds:
         path = Path(args.continue_from.replace(SEED, str(number)))
         folder, iteration = _newest_checkpoint("--continue-from", path, args.starts.get(number))
+        consumed_samples = saved_samples(folder) if config.counts_samples else 0
+        num_steps = config.train_iters(args.ranks_per_run, iteration=iteration, consumed_samples=consumed_samples)
         if iteration >= num_steps:
+            length = "train_samples" if config.counts_samples else "train_iters"
             raise UserError(
-                f"--continue-from {path}: its checkpoint is of iteration {iteration}, and train_iters is {num_steps}; "
-                "name an earlier one, such as iter_0000100"
+                f"--continue-from {path}: its checkpoint is of iteration {iteration}, and {length} is "
+                f"{config.train_counts}; name an earlier one, such as iter_0000100"
             )
         saved = saved_seed(folder)
         if saved not in (number, None):
@@ -257,7 +260,7 @@ def find_starts(args: argparse.Namespace, config: Config, finished: Container[tu
                 f"--continue-from {path}: that run has seed {saved}, and its data would go on in the order of seed "
                 f"{number}; give --seeds {saved}, or the checkpoint of a run with --seed {number}"
             )
-        args.starts[number] = iteration
+        args.starts[number], args.num_steps[number] = iteration, num_steps
 
 
 def _newest_checkpoint(flag: str, path: Path, iteration: int | None = None) -> tuple[Path, int]:

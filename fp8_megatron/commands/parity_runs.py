@@ -127,7 +127,8 @@ class Session:
         """Read a finished run and remove its checkpoints; report a failed one."""
         folder, status = self.folder(key), process.popen.returncode
         seconds = None if process.was_interrupted else time.monotonic() - process.started
-        num_steps = self.config.train_iters(self.args.ranks_per_run)
+        # On a number of samples, it depends on the batches of the run that is continued.
+        num_steps = self.args.num_steps.get(key[1]) or self.config.train_iters(self.args.ranks_per_run)
         try:
             result = read_run(
                 folder, *key, num_steps=num_steps, wall_seconds=seconds, steps_before=self.args.starts.get(key[1], 0)

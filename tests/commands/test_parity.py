@@ -258,6 +258,26 @@ def test_all_runs_continue_the_iteration_that_the_first_found(tmp_path: Path) ->
         assert (str(started.load), started.ckpt_step) == (str(tmp_path / "base"), 10)
 
 
+def test_continued_runs_on_a_number_of_samples_end_with_them(tmp_path: Path) -> None:
+    """10 steps of 2 samples lie behind the checkpoint, and 5 of 4 are left."""
+    folder = tmp_path / "base" / "iter_0000010"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    (folder / "config.yaml").write_text("training: {seed: 1}\n")
+    about = {"format_version": 4, "iteration": 10, "consumed_samples": 20, "skipped_steps": 0}
+    about |= {"topology": {}, "vocab_size": 64, "padded_vocab_size": 64}
+    (folder / "checkpoint.json").write_text(json.dumps(about))
+    steps = "--micro-batch-size 2 --global-batch-size 4 --eval-interval 10 --eval-iters 2 --lr 3e-4".split()
+    training = ["--mock-data", *MODEL, *steps, "--train-samples"]
+    words = ["--levels", "bf16", "O3", "--seeds", "1", "--continue-from", str(tmp_path / "base")]
+    args = arguments(tmp_path, *words, training=[*training, "40"])
+    parity.find_starts(args, parity.check_levels(args), {})
+    assert args.starts == {1: 10} and args.num_steps == {1: 15}
+    short = arguments(tmp_path, *words, training=[*training, "20"])
+    with pytest.raises(UserError, match="its checkpoint is of iteration 10, and train_samples is 20; name an earlier"):
+        parity.find_starts(short, parity.check_levels(short), {})
+
+
 def test_runs_of_several_ranks_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
