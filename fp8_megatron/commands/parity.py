@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     with _locked(Path(args.output_dir)):
         finished = read_results(args, config)
         find_starts(args, config, finished)
+        write_results(args, config, finished)  # the settings of runs that a kill leaves unfinished
         session = Session(args, config, slots, deadline, finished)
         with _interrupts(session):
             session.run()

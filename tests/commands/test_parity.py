@@ -425,6 +425,23 @@ def test_a_run_that_goes_on_does_not_begin_from_scratch(tmp_path: Path) -> None:
     assert str(going_on.load) == str(saved) and going_on.exit_on_missing_checkpoint
 
 
+def test_the_settings_are_there_before_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kill, unfinished runs do not go on with other settings."""
+
+    def killed(self: Session) -> None:
+        saved = self.folder(("bf16", 1)) / "checkpoints"
+        saved.mkdir(parents=True)
+        (saved / "latest_checkpointed_iteration.txt").write_text("5")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "run", killed)
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 130
+    other = arguments(tmp_path / "out", training=[*TRAINING, "--lr", "1e-5"])
+    with pytest.raises(UserError, match=r"has runs with lr\(0.0003\), this command has lr\(1e-05\)"):
+        read_results(other, parity.check_levels(other))
+
+
 def test_a_failed_run_is_told(tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fake.py").write_text("import sys; print('error: no such thing'); sys.exit(2)")
     words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
