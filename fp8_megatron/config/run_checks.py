@@ -103,13 +103,13 @@ def _check_evaluation_data(config: Config) -> Iterator[str]:
     if data.train_data_path:
         if data.split != DataConfig().split:
             yield f"split({data.split}) cuts data_path, but train_data_path is given; drop split"
-        if training.validates and not data.valid_data_path:
+        if training.reads_validation_data and not data.valid_data_path:
             yield f"{cause} with train_data_path needs valid_data_path; give it {or_else}".rstrip()
         return
     weights = _weights(data.split.split(","))
     if len(weights) != 3 or min(weights) < 0 or weights[0] == 0 or not math.isfinite(sum(weights)):
         yield f"split({data.split}) is not three weights train,validation,test; write for example 969,31,0"
-    elif data.data_path and training.validates and weights[1] == 0:
+    elif data.data_path and training.reads_validation_data and weights[1] == 0:
         when = cause if training.skip_train else f"every {cause} steps"
         yield f"split({data.split}) leaves nothing to validate on {when}; raise its second weight, {or_else}".rstrip(
             ", "

@@ -306,6 +306,11 @@ class TrainingConfig:
         return self.eval_interval > 0 or self.skip_train
 
     @property
+    def reads_validation_data(self) -> bool:
+        """Whether a validation has batches."""
+        return self.validates and (self.eval_iters > 0 or self.full_validation)
+
+    @property
     def left_out(self) -> frozenset[int]:
         """The iterations to skip, which have been checked."""
         return frozenset(map(int, self.iterations_to_skip))

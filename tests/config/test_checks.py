@@ -594,6 +594,10 @@ def test_what_cannot_work_is_one_line_with_its_values(world_size: int, flags: st
             "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100",
             "split(1,0,0) leaves nothing to validate on every eval_interval(100)",
         ),
+        (
+            "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100 --eval-iters 0 --full-validation",
+            "split(1,0,0) leaves nothing to validate on every eval_interval(100)",
+        ),
     ],
 )
 def test_data_that_cannot_work(data: str, message: str) -> None:
@@ -609,6 +613,8 @@ def test_data_that_cannot_work(data: str, message: str) -> None:
         "--tokenizer-model t --train-data-path a --eval-interval 0",
         "--tokenizer-type NullTokenizer --vocab-size 9 --data-path a",
         "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 0",
+        "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100 --eval-iters 0",
+        "--tokenizer-model t --train-data-path a --eval-interval 100 --eval-iters 0",
     ],
 )
 def test_data_that_works(data: str) -> None:
