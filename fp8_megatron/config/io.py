@@ -17,6 +17,7 @@ from .checks import ConfigError
 from .command_line import Given, read_words, repeated_flags
 from .data_lists import words_of_files
 from .fields import MAX_RANKS
+from .ignored import ignored_notes
 from .limits import FieldType, field_types
 from .megatron_flags import idle_note, megatron_options, translate
 from .megatron_precision import SWITCHES, Chosen, chosen_precision
@@ -192,7 +193,7 @@ def parse_command_line(
     unread = unread_settings(config)
     idle = [*translation.idle, *dict.fromkeys(one.flag for one in given if one.name in unread)]
     notes = [*repeated_flags(given), *translation.renamed, *chosen.notes, *changes]
-    notes += filter(None, [evaluation_note(config)])
+    notes += [*filter(None, [evaluation_note(config)]), *ignored_notes(config)]
     if idle:
         notes.append(idle_note(idle))
     if "precision" not in stated:

@@ -122,7 +122,6 @@ def test_counts_are_those_of_single_steps(phases: tuple[tuple[int, int], ...]) -
             "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --load .",
             "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler contradict each other",
         ),
-        ("--override-opt_param-scheduler", "override_opt_param_scheduler(True) has no effect without load"),
     ],
 )
 def test_what_cannot_work_is_one_line(flags: str, message: str) -> None:

@@ -448,11 +448,8 @@ FULL = "--recompute-granularity full "
         (1, "--bf16 --fp8-health-interval 5", "fp8_health_interval(5) has no effect under precision(bf16)"),
         (1, "--lr-wsd-decay-iters 10", "lr_wsd_decay_iters(10) has no effect under lr_decay_style(linear)"),
         # checkpoints
-        (1, "--save-interval 5", "save_interval(5) needs a folder to save into; give --save"),
         (1, "--keep-last 2", "keep_last(2) needs a folder to save into; give --save"),
-        (1, "--async-save", "async_save(True) needs a folder to save into; give --save"),
         (1, "--ckpt-state-dtype fp32", "ckpt_state_dtype(fp32) needs a folder to save into; give --save"),
-        (1, "--save-retain-interval 5", "save_retain_interval(5) needs a folder to save into; give --save"),
         (
             1,
             "--save here --save-retain-interval 5",
@@ -645,7 +642,7 @@ def test_te_needs_transformer_engine(installed: bool, monkeypatch: pytest.Monkey
 
 
 def test_all_problems_come_at_once() -> None:
-    config = parse("--num-query-groups 4 --save-interval 5 --lr-decay-style WSD --split a")
+    config = parse("--num-query-groups 4 --keep-last 5 --lr-decay-style WSD --split a")
     assert len(problems(config, 1)) == 4
 
 
@@ -735,7 +732,6 @@ IGNORED = [
     ("fp8_margin", "--fp8-recipe tensorwise --fp8-margin 1", "under fp8_recipe(tensorwise); drop it or choose"),
     ("fp8_amax_compute_algo", "--fp8-recipe blockwise --fp8-amax-compute-algo most_recent", "under fp8_recipe(block"),
     ("fp8_weight_grad_scaling", "--bf16 --fp8-weight-grad-scaling block", "under precision(bf16)"),
-    ("hysteresis", "--hysteresis 1", "under precision(fp8); drop it or choose fp16"),
     ("loss_scale_window", "--fp16 --loss-scale 8 --loss-scale-window 5", "with loss_scale(8.0)"),
     ("lr_warmup_init", "--lr-warmup-init 1e-5", "without a warm-up"),
     ("min_lr", "--lr-decay-style constant --min-lr 1e-5", "under lr_decay_style(constant)"),
@@ -770,11 +766,8 @@ IGNORED = [
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-special-tokens a",
         "with mock_data and no tokenizer; drop it or give --tokenizer-model",
     ),
-    ("load_optim", "--no-load-optim", "without load; drop it or give --load"),
-    ("wandb_exp_name", "--wandb-exp-name a", "without wandb_project"),
-    ("wandb_entity", "--wandb-entity a", "without wandb_project"),
+    ("profile_trace", "--profile-trace", "without profile; drop it or give --profile"),
     ("tensorboard_dir", "--no-tensorboard --tensorboard-dir a", "without tensorboard; drop it or give --tensorboard"),
-    ("profile_ranks", "--profile-ranks 0 1", "without profile; drop it or give --profile"),
 ]
 
 

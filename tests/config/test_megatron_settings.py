@@ -177,6 +177,38 @@ def test_flags_that_nothing_reads_and_that_change_nothing_are_said() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--save-interval 9", "save_interval(9) has no effect without save: no checkpoint is written; drop it or give"),
+        ("--save-retain-interval 9", "save_retain_interval(9) has no effect without save"),
+        ("--non-persistent-save-interval 9", "non_persistent_save_interval(9) has no effect without save"),
+        ("--async-save", "async_save(True) has no effect without save"),
+        ("--no-save-optim", "save_optim(False) has no effect without save"),
+        ("--no-save-rng", "save_rng(False) has no effect without save"),
+        ("--no-load-optim", "load_optim(False) has no effect without load; drop it or give --load"),
+        ("--no-load-rng", "load_rng(False) has no effect without load"),
+        ("--override-opt_param-scheduler", "override_opt_param_scheduler(True) has no effect without load"),
+        ("--initial-loss-scale 4096", "initial_loss_scale(4096.0) has no effect under precision(bf16); drop it or"),
+        ("--hysteresis 1", "hysteresis(1) has no effect under precision(bf16)"),
+        ("--wandb-exp-name a", "wandb_exp_name(a) has no effect without wandb_project"),
+        ("--profile-step-start 5", "profile_step_start(5) has no effect without profile; drop it or give --profile"),
+        ("--profile-ranks 0 1", "profile_ranks(0 1) has no effect without profile"),
+    ],
+)
+def test_what_megatron_does_not_read_either_is_a_note(tmp_path: Path, flags: str, note: str) -> None:
+    """As a flag and in a file. The run goes on."""
+    common = "--bf16 --mock-data --vocab-size 512".split()
+    line = parse_command_line([*common, *flags.split()])
+    (said,) = line.notes
+    assert said.startswith(note)
+    check_config(line.config, 1)
+    name, value = note.partition(")")[0].split("(")
+    value = f"[{value.replace(' ', ', ')}]" if name == "profile_ranks" else value.lower()
+    (tmp_path / "a.yaml").write_text(f"{name}: {value}\n")
+    assert parse_command_line(["--config", str(tmp_path / "a.yaml"), *common]).notes == (said,)
+
+
+@pytest.mark.parametrize(
     ("flags", "unread"),
     [
         ("", "with eval_interval(0) nothing reads valid_data_path(b c) and test_data_path(d); --eval-interval turns"),
