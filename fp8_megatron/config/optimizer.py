@@ -12,6 +12,7 @@ from .fields import (
     NotNegative,
     OptionalCount,
     OptionalFraction,
+    OptionalIndex,
     OptionalNotNegative,
     OptionalPositive,
     Positive,
@@ -49,10 +50,10 @@ class OptimizerConfig:
     """Step at which the decay ends. Default: train-iters."""
     lr_decay_samples: OptionalCount = None
     """Samples after which the decay ends, with --train-samples. Default: train-samples."""
-    lr_wsd_decay_iters: OptionalCount = None
-    """Steps of WSD's final decay."""
-    lr_wsd_decay_samples: OptionalCount = None
-    """Samples of WSD's final decay, with --train-samples."""
+    lr_wsd_decay_iters: OptionalIndex = None
+    """Steps of WSD's final decay; 0: there is none."""
+    lr_wsd_decay_samples: OptionalIndex = None
+    """Samples of WSD's final decay, with --train-samples; 0: there is none."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay."""
     override_opt_param_scheduler: Switch = False

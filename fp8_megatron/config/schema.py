@@ -25,7 +25,7 @@ from .fields import (
     OptionalCount,
     OptionalIndex,
     OptionalLayers,
-    OptionalPositive,
+    OptionalNotNegative,
     Processes,
     Ranks,
     Switch,
@@ -256,10 +256,10 @@ class TrainingConfig:
     """Evaluate the checkpoint of --load on the validation and test data, and end. Nothing is trained or saved."""
     seed: CountOrZero = 1234
     """Seed of initialisation, data order and dropout. The initial weights do not depend on the parallel layout."""
-    exit_interval: OptionalCount = None
-    """Save and stop at the next iteration that is a multiple of this."""
-    exit_duration_in_mins: OptionalPositive = None
-    """Save and stop after this many minutes, counted from before data and model are built and loaded."""
+    exit_interval: OptionalIndex = None
+    """Save and stop at the next iteration that is a multiple of this. 0: do not."""
+    exit_duration_in_mins: OptionalNotNegative = None
+    """Save and stop after this many minutes, counted from before data and model are built and loaded. 0: do not."""
     max_skipped_steps: Count = 20
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
     loss_spike_threshold: NotNegative = 10.0

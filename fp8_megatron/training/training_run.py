@@ -228,8 +228,8 @@ class TrainingRun:
         self.loop.consumed_samples += batch_size
         if self.config.checkpoint.saves_at(iteration):
             self.loop.due.append(iteration)
-        exit_interval = self.config.training.exit_interval
-        self.loop.end_is_due |= exit_interval is not None and iteration % exit_interval == 0
+        exit_interval = self.config.training.exit_interval or 0
+        self.loop.end_is_due |= exit_interval > 0 and iteration % exit_interval == 0
         return batch_size
 
     def _queue_step(self, iteration: int, batch_size: int) -> PendingStep:
@@ -336,8 +336,8 @@ class TrainingRun:
             return StopReason.LOST_FOLDER
         if received:
             return StopReason.SIGNAL
-        limit = self.config.training.exit_duration_in_mins
-        is_out_of_time = limit is not None and time.monotonic() - self.around.started > 60.0 * limit
+        limit = self.config.training.exit_duration_in_mins or 0.0
+        is_out_of_time = limit > 0 and time.monotonic() - self.around.started > 60.0 * limit
         return StopReason.DURATION if is_out_of_time else None
 
     def _new_check(self, iteration: int) -> PendingCheck | None:

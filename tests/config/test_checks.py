@@ -49,6 +49,8 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (1, "--opt-level O2"),
         (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-iters 900"),
         (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-fraction 0.9"),
+        (1, "--lr-decay-style WSD --lr-wsd-decay-iters 0"),
+        (1, "--exit-interval 0 --exit-duration-in-mins 0"),
         (1, "--lr-warmup-iters 1000"),
         (1, "--train-iters 1 --lr-warmup-iters 5"),
         (1, "--train-iters 1_000 --iterations-to-skip 1_000"),
