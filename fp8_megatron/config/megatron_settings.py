@@ -44,7 +44,7 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
     """`config` with what Megatron changes in it, and one line for each change that a user may not expect.
 
     Sequence parallelism is off with one tensor-parallel rank. A split has three weights. No more layers keep transposes
-    than a stage has. A schedule of batches goes before --global-batch-size.
+    than a stage has. A schedule of batches goes before --global-batch-size. A block of no layers recomputes nothing.
     """
     notes = []
     parallel, precision = config.parallel, config.precision
@@ -61,6 +61,15 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
             f"read"
         )
         training = dataclasses.replace(training, global_batch_size=None)
+    if (training.recompute_granularity, training.recompute_method, training.recompute_num_layers) == (
+        "full",
+        "block",
+        0,
+    ):
+        notes.append("recompute_num_layers(0) with recompute_method(block): no layer is recomputed")
+        training = dataclasses.replace(
+            training, recompute_granularity=None, recompute_method=None, recompute_num_layers=None
+        )
     data = dataclasses.replace(config.data, split=three_weights(config.data.split))
     config = dataclasses.replace(config, parallel=parallel, precision=precision, training=training, data=data)
     if training.skip_train:

@@ -289,8 +289,8 @@ class TrainingConfig:
     MLP. layernorm: norms under --precision te. FP8 layers always recompute norms; 16-bit layers never do."""
     recompute_method: Annotated[Literal["uniform", "block"] | None, UNSET] = None
     """Which layers full recomputation covers; see --recompute-num-layers."""
-    recompute_num_layers: OptionalLayers = None
-    """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
+    recompute_num_layers: Annotated[LayersOrZero | None, UNSET] = None
+    """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block; 0: none)."""
     cpu_offloading_num_layers: LayersOrZero = 0
     """This many first layers of each (virtual) stage keep their activations for backward on the host. Copies run during
     the computation of other layers. With full recomputation only the layers' inputs are kept."""

@@ -108,6 +108,17 @@ def test_sequence_parallelism_is_off_on_one_rank(tmp_path: Path) -> None:
     assert parse_config(["--sequence-parallel", "--tensor-model-parallel-size", "2"]).parallel.sequence_parallel
 
 
+def test_a_block_of_no_layers_recomputes_nothing() -> None:
+    """--recompute-granularity full --recompute-method block --recompute-num-layers 0 is how scripts turn it off."""
+    full = "--bf16 --mock-data --vocab-size 512 --recompute-granularity full --recompute-num-layers 0".split()
+    line = parse_command_line([*full, "--recompute-method", "block"])
+    assert line.notes == ("recompute_num_layers(0) with recompute_method(block): no layer is recomputed",)
+    assert line.config.training.recompute_granularity is None
+    check_config(line.config, 1)
+    with pytest.raises(ConfigError, match=r"recompute_method\(uniform\) with recompute_num_layers\(0\) recomputes"):
+        check_config(parse_config([*full, "--recompute-method", "uniform", "--cpu-offloading-num-layers", "2"]), 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "layers"),
     [
