@@ -61,11 +61,8 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
             f"read"
         )
         training = dataclasses.replace(training, global_batch_size=None)
-    if (training.recompute_granularity, training.recompute_method, training.recompute_num_layers) == (
-        "full",
-        "block",
-        0,
-    ):
+    recomputed = (training.recompute_granularity, training.recompute_method, training.recompute_num_layers)
+    if recomputed == ("full", "block", 0):
         notes.append("recompute_num_layers(0) with recompute_method(block): no layer is recomputed")
         training = dataclasses.replace(
             training, recompute_granularity=None, recompute_method=None, recompute_num_layers=None

@@ -41,7 +41,7 @@ def type_of(name: str) -> FieldType | None:
 def test_no_option_of_megatron_is_left_out() -> None:
     assert sum(len(option.names) for option in OPTIONS if option.source == "0.20") == NUM_SPELLINGS
     assert {option.arity for option in OPTIONS} == {"0", "1", "optional", "list"}
-    assert {option.source for option in OPTIONS} == {"0.20", "older", "MS-AMP"}
+    assert {option.source for option in OPTIONS} == {"0.20", "older", "fork", "MS-AMP"}
 
 
 @pytest.mark.parametrize(("name", "option"), CASES)
@@ -84,6 +84,21 @@ def test_a_value_of_another_name_is_said() -> None:
     line = parse_command_line("--ckpt-format torch --attention-backend auto --precision fp8".split())
     assert line.config.checkpoint.ckpt_format == "torch_dist"
     assert line.notes == ("--ckpt-format torch is --ckpt-format torch_dist here",)
+
+
+def test_names_of_forks_mean_megatrons() -> None:
+    """As scripts of LUMI, llm-jp, BigScience and Swiss AI have them."""
+    line = parse_command_line(
+        "--bf16 --normalization rmsnorm --use-flash-attn-v2 --lr-decay-style WSD --lr-wsd-decay-style 1-sqrt "
+        "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path folder --wandb-project p --wandb-name n".split()
+    )
+    config = line.config
+    assert config.model.normalization == "RMSNorm" and config.optimizer.lr_wsd_decay_style == "minus_sqrt"
+    assert (config.data.tokenizer_type, config.data.tokenizer_model) == ("HuggingFaceTokenizer", "folder")
+    assert config.logging.wandb_exp_name == "n"
+    assert line.notes[-1] == "no effect here: --use-flash-attn-v2 (docs/from-megatron.md says why)"
+    assert "--normalization rmsnorm is --normalization RMSNorm here" in line.notes
+    assert "--lr-wsd-decay-style 1-sqrt is --lr-wsd-decay-style minus_sqrt here" in line.notes
 
 
 def test_local_sums_of_gradients_name_the_setting_that_makes_them_fp32() -> None:
