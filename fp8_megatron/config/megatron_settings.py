@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from .fields import MAX_COUNT
 from .limits import limit_problems
 from .precision import PrecisionConfig
 from .run_outputs import CheckpointConfig
@@ -54,6 +55,9 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
     layers = _layers_of_a_stage(config)
     if precision.keep_fp8_transpose_cache > layers:
         precision = dataclasses.replace(precision, keep_fp8_transpose_cache=layers)
+    if parallel.ddp_bucket_size > MAX_COUNT:
+        notes.append(f"ddp_bucket_size({parallel.ddp_bucket_size}) is {MAX_COUNT} here, the largest bucket")
+        parallel = dataclasses.replace(parallel, ddp_bucket_size=MAX_COUNT)
     training = config.training
     if training.step_batch_size_schedule and training.global_batch_size is not None:
         notes.append(

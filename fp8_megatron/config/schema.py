@@ -26,6 +26,7 @@ from .fields import (
     OptionalIndex,
     OptionalLayers,
     OptionalNotNegative,
+    OptionalSamples,
     Processes,
     Ranks,
     Switch,
@@ -238,7 +239,7 @@ class TrainingConfig:
     They differ if micro-batches mask different numbers of tokens."""
     train_iters: OptionalCount = None
     """Number of optimizer steps. Give this or --train-samples."""
-    train_samples: OptionalCount = None
+    train_samples: OptionalSamples = None
     """Number of training samples. The learning-rate schedule then counts samples, too: --lr-decay-samples …"""
     iterations_to_skip: Words = ()
     """Iterations, counted from 1, whose data is skipped. They train nothing and do not move the schedule."""

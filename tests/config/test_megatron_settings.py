@@ -108,6 +108,19 @@ def test_sequence_parallelism_is_off_on_one_rank(tmp_path: Path) -> None:
     assert parse_config(["--sequence-parallel", "--tensor-model-parallel-size", "2"]).parallel.sequence_parallel
 
 
+def test_a_run_of_15_trillion_tokens() -> None:
+    """More samples than 31 bits count, and a bucket for all gradients, as in Swiss AI's script of Apertus-70B."""
+    line = parse_command_line(
+        "--bf16 --mock-data --vocab-size 512 --train-samples 3662109375 --lr-decay-samples 3662109374 "
+        "--lr-warmup-samples 15360000 --lr-decay-style WSD --lr-wsd-decay-samples 3000000000 --global-batch-size 4096 "
+        "--ddp-bucket-size 10000000000".split()
+    )
+    check_config(line.config, 1, on_this_machine=False)
+    assert line.config.train_iters(1) == 3662109375 // 4096
+    assert LearningRateSchedule.of(line.config, 1).wsd_decay_samples == 3_000_000_000
+    assert line.notes == ("ddp_bucket_size(10000000000) is 2147483647 here, the largest bucket",)
+
+
 def test_a_block_of_no_layers_recomputes_nothing() -> None:
     """--recompute-granularity full --recompute-method block --recompute-num-layers 0 is how scripts turn it off."""
     full = "--bf16 --mock-data --vocab-size 512 --recompute-granularity full --recompute-num-layers 0".split()
