@@ -39,6 +39,7 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --tp-transport copy_engine"),
         (4, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16"),
         (2, "--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 2"),
+        (1, "--num-query-groups 16"),
         (1, "--bf16 --hidden-size 100 --num-attention-heads 10 --seq-length 7 --micro-batch-size 1"),
         (3, "--bf16 --hidden-size 768 --num-attention-heads 12 --tensor-model-parallel-size 3"),
         (1, "--main-params-dtype fp32"),
