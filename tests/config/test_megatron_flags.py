@@ -128,6 +128,8 @@ def test_words_after_an_option_are_its_own() -> None:
         (["--distributed-backend"], "--distributed-backend has no value; give one after it, or drop it"),
         (["--use-mcore-model"], "unknown flag --use-mcore-model; did you mean --use-mcore-models?"),
         (["--overide-opt-param-scheduler"], "did you mean --override-opt"),
+        (["--num-expert", "8"], "unknown flag --num-expert; did you mean --num-experts?"),
+        (["--intermediate-size", "8"], "unknown flag --intermediate-size; --help lists the flags"),
         (["--data-impl", "lazy"], "--data-impl lazy is not supported: token files are mapped"),
         (["--num-experts", "8"], "--num-experts 8 is not supported: there is no mixture of experts"),
         (["--attention-backend", "quick"], "--attention-backend 'quick' is not one of auto, cudnn, flash, math"),
