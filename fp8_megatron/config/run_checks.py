@@ -128,6 +128,8 @@ def _check_blends(data: DataConfig) -> Iterator[str]:
     """Check the weights of blends, weight prefix weight prefix …, where the first word is a number."""
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(data, name)
+        if len(words) == 1 and _weights(words[0].split()[:1]) and len(words[0].split()) > 1:
+            yield f"{name}({shortened(words[0])}) is one word with spaces; drop the quotes around the blend"
         if len(words) < 2 or not _weights(words[:1]):
             continue
         weights = _weights(words[::2])

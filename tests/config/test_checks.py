@@ -799,6 +799,12 @@ def test_a_tokenizers_model_is_not_read_by_the_null_tokenizer() -> None:
     assert problem.startswith("tokenizer_model(here) has no effect under tokenizer_type(NullTokenizer)")
 
 
+def test_a_blend_in_quotes_is_told() -> None:
+    config = parse_config(["--tokenizer-model", "t", "--data-path", "0.3 a 0.7 b"])
+    assert problems(config, 1) == ["data_path(0.3 a 0.7 b) is one word with spaces; drop the quotes around the blend"]
+    assert problems(parse_config(["--tokenizer-model", "t", "--data-path", "a folder/b"]), 1) == []
+
+
 @pytest.mark.parametrize("words", ["nan a 1 b", "0 a 0 b", "inf a 1 b", "1 a 2", "-1 a 2 b", "1e308 a 1e308 b"])
 def test_a_blend_has_finite_weights(words: str) -> None:
     (problem,) = problems(parse("", data=f"--data-path {words} --vocab-size 64 --tokenizer-type NullTokenizer"), 1)
