@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.command_line import setting_name
 from fp8_megatron.config.io import parse_command_line, parse_config
 from fp8_megatron.config.limits import FieldType, field_types
@@ -209,3 +209,14 @@ def test_fp16_beside_fp8_is_said() -> None:
     assert parse_command_line(["--fp16", "--msamp"]).notes == (
         "--fp16 beside --msamp: the 16-bit type of FP8 layers is BF16, without a loss scale",
     )
+
+
+def test_a_batch_is_not_made_smaller() -> None:
+    """--decrease-batch-size-if-needed changes nothing where ranks share a batch evenly. Elsewhere there is an error."""
+    words = "--bf16 --mock-data --vocab-size 512 --micro-batch-size 1 --global-batch-size 8".split()
+    config = parse_config([*words, "--decrease-batch-size-if-needed"])
+    check_config(config, 4)
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size\(8\) is not a multiple of micro_batch_size\(1\) × data-pa"
+    ):
+        check_config(config, 3)
