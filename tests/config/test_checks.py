@@ -40,6 +40,7 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (4, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16"),
         (2, "--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 2"),
         (1, "--num-query-groups 16"),
+        (1, "--bf16 --main-params-dtype fp32 --main-grads-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32"),
         (1, "--bf16 --hidden-size 100 --num-attention-heads 10 --seq-length 7 --micro-batch-size 1"),
         (3, "--bf16 --hidden-size 768 --num-attention-heads 12 --tensor-model-parallel-size 3"),
         (1, "--main-params-dtype fp32"),
@@ -422,6 +423,7 @@ FULL = "--recompute-granularity full "
             "a master in fp16 (main_params_dtype or opt_level O3) holds no more than the weight",
         ),
         (1, "--params-dtype fp32 --main-params-dtype bf16", "weight in params_dtype(fp32)"),
+        (1, "--bf16 --main-grads-dtype bf16", "main_grads_dtype(bf16) has no effect under precision(bf16)"),
         (1, "--bf16 --exp-avg-dtype int8", "exp_avg_dtype(int8) has no effect under precision(bf16)"),
         (
             1,
