@@ -238,7 +238,7 @@ _RULES = (
     Ignored(
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _constant_scale, "drop loss_scale"
     ),
-    Ignored(("lr_warmup_init",), _no_warmup, "give --lr-warmup-iters"),
+    Ignored(("lr_warmup_init",), _no_warmup, "give --lr-warmup-iters", is_error=False),
     Ignored(("min_lr", "decoupled_min_lr"), _no_decay, "choose another --lr-decay-style"),
     Ignored(("lr_decay_iters", "lr_decay_samples"), _no_decay_end, "choose another --lr-decay-style"),
     Ignored(("lr_wsd_decay_style",), _no_wsd, "choose --lr-decay-style WSD"),

@@ -738,7 +738,6 @@ IGNORED = [
     ("fp8_amax_compute_algo", "--fp8-recipe blockwise --fp8-amax-compute-algo most_recent", "under fp8_recipe(block"),
     ("fp8_weight_grad_scaling", "--bf16 --fp8-weight-grad-scaling block", "under precision(bf16)"),
     ("loss_scale_window", "--fp16 --loss-scale 8 --loss-scale-window 5", "with loss_scale(8.0)"),
-    ("lr_warmup_init", "--lr-warmup-init 1e-5", "without a warm-up"),
     ("min_lr", "--lr-decay-style constant --min-lr 1e-5", "under lr_decay_style(constant)"),
     (
         "decoupled_min_lr",
