@@ -6,12 +6,13 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from .fields import MAX_COUNT
 from .limits import limit_problems
 from .precision import PrecisionConfig
-from .run_outputs import CheckpointConfig
-from .schema import Config
+from .run_outputs import CheckpointConfig, LoggingConfig
+from .schema import Config, TrainingConfig
 from .words import shortened
 
 #: Settings whose default is not Megatron's, and why. docs/from-megatron.md shows them.
@@ -38,6 +39,8 @@ _OF_TOKEN_FILES = (
     "null_tokenizer_eod_id",
 )
 
+_Section = TypeVar("_Section", TrainingConfig, CheckpointConfig, LoggingConfig)
+
 _SPLIT = re.compile(r"[\s'\"]*[0-9.]+(?:[\s'\"]*[,/][\s'\"]*[0-9.]+){0,2}[\s'\"]*")
 
 
@@ -46,6 +49,7 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
 
     Sequence parallelism is off with one tensor-parallel rank. A split has three weights. No more layers keep transposes
     than a stage has. A schedule of batches goes before --global-batch-size. A block of no layers recomputes nothing.
+    Intervals of more steps than a run may have are cut.
     """
     notes = []
     parallel, precision = config.parallel, config.precision
@@ -71,6 +75,12 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
         training = dataclasses.replace(
             training, recompute_granularity=None, recompute_method=None, recompute_num_layers=None
         )
+    training = _within_reach(training, "eval_interval", "exit_interval")
+    config = dataclasses.replace(
+        config,
+        checkpoint=_within_reach(config.checkpoint, "save_interval"),
+        logging=_within_reach(config.logging, "log_interval"),
+    )
     data = dataclasses.replace(config.data, split=three_weights(config.data.split))
     config = dataclasses.replace(config, parallel=parallel, precision=precision, training=training, data=data)
     if training.skip_train:
@@ -81,6 +91,13 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
             "TensorBoard and W&B get none"
         )
     return config, notes
+
+
+def _within_reach(section: _Section, *names: str) -> _Section:
+    """`section` with intervals that no run reaches, as scripts give them for never, as the largest ones."""
+    values = {name: getattr(section, name) for name in names}
+    far: dict[str, Any] = {name: MAX_COUNT for name, value in values.items() if value is not None and value > MAX_COUNT}
+    return dataclasses.replace(section, **far)
 
 
 def _only_loading(checkpoint: CheckpointConfig) -> CheckpointConfig:

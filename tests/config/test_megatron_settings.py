@@ -121,6 +121,13 @@ def test_a_run_of_15_trillion_tokens() -> None:
     assert line.notes == ("ddp_bucket_size(10000000000) is 2147483647 here, the largest bucket",)
 
 
+def test_an_interval_that_no_run_reaches_is_never() -> None:
+    words = "--bf16 --mock-data --vocab-size 512 --save a --save-interval 100000000000 --eval-interval 100000000000"
+    line = parse_command_line([*words.split(), "--log-interval", "9999999999", "--exit-interval", "9999999999"])
+    check_config(line.config, 1, on_this_machine=False)
+    assert line.notes == () and line.config.training.eval_interval == line.config.checkpoint.save_interval == 2**31 - 1
+
+
 def test_a_block_of_no_layers_recomputes_nothing() -> None:
     """--recompute-granularity full --recompute-method block --recompute-num-layers 0 is how scripts turn it off."""
     full = "--bf16 --mock-data --vocab-size 512 --recompute-granularity full --recompute-num-layers 0".split()
@@ -213,6 +220,7 @@ def test_flags_that_nothing_reads_and_that_change_nothing_are_said() -> None:
         ("--no-load-rng", "load_rng(False) has no effect without load"),
         ("--override-opt_param-scheduler", "override_opt_param_scheduler(True) has no effect without load"),
         ("--initial-loss-scale 4096", "initial_loss_scale(4096.0) has no effect under precision(bf16); drop it or"),
+        ("--lr-warmup-init 1e-05", "lr_warmup_init(1e-05) has no effect without a warm-up"),
         ("--hysteresis 1", "hysteresis(1) has no effect under precision(bf16)"),
         ("--wandb-exp-name a", "wandb_exp_name(a) has no effect without wandb_project"),
         ("--profile-step-start 5", "profile_step_start(5) has no effect without profile; drop it or give --profile"),
