@@ -54,7 +54,8 @@ def main(words: Sequence[str] | None = None, prog: str = "plan.py") -> int:
     return exit_status(partial(_main, list(sys.argv[1:] if words is None else words), prog))
 
 
-def _main(words: list[str], prog: str) -> int:
+def _arguments(words: list[str], prog: str) -> tuple[argparse.Namespace, list[str]]:
+    """Plan's own flags, checked and with their defaults; and the flags of the run, which stand after --."""
     own, flags = own_and_run_flags(words)
     parser = _parser(prog)
     args = parser.parse_args(own)
@@ -73,7 +74,13 @@ def _main(words: list[str], prog: str) -> int:
     for name, default in _DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    from ..planning.layouts import ROOM, Cluster, best_layouts  # imports torch
+    return args, flags
+
+
+def _main(words: list[str], prog: str) -> int:
+    """Answer the question of the flags: --build, --largest, --longest, or the best layouts. See `main`."""
+    args, flags = _arguments(words, prog)
+    from ..planning.layouts import Cluster  # imports torch
 
     if args.build:
         from .plan_build import report_build
@@ -98,6 +105,13 @@ def _main(words: list[str], prog: str) -> int:
         config = _configuration([*flags, *(LEVELS[level] if level else [])], prog)
         check_config(config, args.gpus, on_this_machine=False)
         return report_longest(config, cluster)
+    return _report_layouts(args, flags, cluster, prog)
+
+
+def _report_layouts(args: argparse.Namespace, flags: list[str], cluster: Cluster, prog: str) -> int:
+    """Print the best layouts of each level; returns 1 if none fits for some level, otherwise 0."""
+    from ..planning.layouts import ROOM, best_layouts  # imports torch
+
     status = 0
     for level in args.levels or [None]:
         config = _configuration([*flags, *(LEVELS[level] if level else [])], prog)
