@@ -102,6 +102,7 @@ def _norm_quantize(
     RMS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
+    """`reference.norm_quantize`: x [T, K] → payload [T, K], mean_out (unless `RMS`) and rstd_out FP32 [T]."""
     columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)[None, :]
     lane = tl.arange(0, ROWS)
     offsets = lane[:, None] * K + columns

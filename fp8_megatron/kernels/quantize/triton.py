@@ -208,6 +208,7 @@ def _quantize_flat(
     TILE: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
 ):
+    """One tile of x [n] → payload [n]. `scale`, `CURRENT` and `RECORD`: see `_quantize_tiles`."""
     # From the end: what the amax pass read last is still in L2.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
     offsets = tl.arange(0, TILE)
