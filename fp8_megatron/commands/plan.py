@@ -215,9 +215,7 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
                 f"the first with --grad-accumulation {other.config.precision.grad_accumulation}: a step of "
                 f"{1e3 * other.step.total:,.0f} ms, peak {other.peak.total / 1e9:.1f} GB"
             )
-        lacking = unmeasured(
-            config, world_size=cluster.gpus, gpus_per_node=cluster.gpus_per_node, rates=cluster.rates
-        )
+        lacking = unmeasured(config, world_size=cluster.gpus, gpus_per_node=cluster.gpus_per_node, rates=cluster.rates)
         if not best.records and waits_for_host(config):
             lacking.append("launches by Python, which may be slower than these kernels")
         if lacking:
