@@ -86,8 +86,8 @@ class GpuRates:
         def slower(rates: ElementRates) -> ElementRates:
             return ElementRates(**{name: seconds / share for name, seconds in vars(rates).items()})
 
-        names = ("fp8_other", "half_stream", "loss", "received", "transpose")
-        names += ("fp8_update", "moments_update", "split_update", "half_update")
+        names = ["fp8_other", "half_stream", "loss", "received", "transpose"]
+        names += ["fp8_update", "moments_update", "split_update", "half_update"]
         return replace(
             self,
             delayed=slower(self.delayed),
