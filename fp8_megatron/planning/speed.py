@@ -406,7 +406,7 @@ def _update(
     stored, seconds = model_storage(config.precision, num_micro_batches), 0.0
     for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage).items():
         in_fp8 = config.precision.is_fp8 and storage is StorageClass.LINEAR
-        grads = stored.of_grads(storage, replicas)
+        grads = stored.of_grads(storage)
         sends_each = in_fp8 and replicas > 1 and not grads.adds_locally
         received = (num_micro_batches if sends_each else 1) * rates.received if replicas > 1 else 0.0
         seconds += count / replicas * ((_fp8_update(config, rates) if in_fp8 else rates.half_update) + received)
