@@ -46,8 +46,8 @@ def read(file: str) -> Any:
 
 
 def _defaults_of_then(words: list[str]) -> list[str]:
-    """Flags for what a recorded command leaves open: scales from the tensor, gradients in blocks, a head in 16 bits, sums
-    of several replicas' gradients in FP32.
+    """Flags for what a recorded command leaves open: scales from the tensor, gradients in blocks, a head in 16 bits,
+    sums of several replicas' gradients in FP32.
 
     They were the defaults of most files; later commands give the first three, as `benchmarks/compare.py` does.
     """
