@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import LEVELS
+from ..formats import LEVELS, StorageDtype
 from ..nn.conv1d import FP8Conv1D
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
@@ -55,7 +55,7 @@ def build_optimizer(
         dict(optimizer.defaults),
         names=names,
         values=_initial_values(model, replaced),
-        storage=ModelStorage(LEVELS[opt_level]),
+        storage=ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32),
         histories=delayed_scales(model, device),
         num_gradients=gradient_accumulation_steps or 1,
         replication=replication,

@@ -196,7 +196,7 @@ class FP8Optimizer(torch.optim.Optimizer):
             return self._replication.add_space(space, self._storage)
         if space.storage is StorageClass.LINEAR:
             return LinearGrads(space, self._num_gradients)
-        return PlainGrads(space, LocalGradBuffer(space, self._storage.of_grads(space.storage, 1, space.dtype).local))
+        return PlainGrads(space, LocalGradBuffer(space, self._storage.of_grads(space.storage, space.dtype).local))
 
     @property
     def num_skipped_steps(self) -> int:

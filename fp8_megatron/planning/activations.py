@@ -74,7 +74,7 @@ def predict_peak(
     if replicas > 1:
         numel_of: dict[StorageDtype, int] = {}
         for storage, count in by_class.items():
-            dtype = stored.of_grads(storage, replicas).wire
+            dtype = stored.of_grads(storage).wire
             numel_of[dtype] = max(numel_of.get(dtype, 0), min(count, config.parallel.ddp_bucket_size))
         wire = sum(_WIRE_BUFFERS * dtype.itemsize * numel for dtype, numel in numel_of.items())
     layers = config.layers_of_stage(stage)
