@@ -10,16 +10,27 @@ _NAMES = frozenset({"lm_head", "output", "output_layer", "embed_out", "head"})
 
 def language_heads(model: torch.nn.Module) -> set[torch.nn.Module]:
     """The linear layers that transformers' ``get_output_embeddings`` names, and those with a head's name that are wider
-    than their input."""
+    than their input. Where PEFT has put a module of its own in a head's place, the head's layers inside of it.
+    """
     found: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
-        is_wide = isinstance(module, torch.nn.Linear) and module.out_features > module.in_features
-        if is_wide and name.rpartition(".")[2] in _NAMES:
-            found.add(module)
-        named = _output_embeddings(module)
-        if isinstance(named, torch.nn.Linear):
-            found.add(named)
+        if name.rpartition(".")[2] in _NAMES:
+            found |= {layer for layer in _linears(module) if layer.out_features > layer.in_features}
+        found |= _linears(_output_embeddings(module))
     return found
+
+
+def _linears(head: object) -> set[torch.nn.Linear]:
+    """`head` itself, or what PEFT has put it into: the ``base_layer`` of adapters; the ``original_module`` and its
+    trained copies, ``modules_to_save``."""
+    if isinstance(head, torch.nn.Linear):
+        return {head}
+    if not isinstance(head, torch.nn.Module):
+        return set()
+    parts = [head._modules.get("base_layer"), head._modules.get("original_module")]
+    copies = head._modules.get("modules_to_save")
+    parts += [] if copies is None else copies.children()
+    return {layer for part in parts for layer in _linears(part)}
 
 
 def _output_embeddings(module: torch.nn.Module) -> object:

@@ -83,6 +83,25 @@ def test_other_layers_are_no_heads() -> None:
     assert scaled_by_rows(refused) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, ["base_layer"]),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            ["modules_to_save.default", "original_module"],
+        ),
+    ],
+)
+def test_a_head_inside_of_what_peft_puts_in_its_place(settings: dict[str, object], layers: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    model, _ = initialized(peft.get_peft_model(llama(), peft.LoraConfig(r=8, **settings)))
+    assert sorted(scaled_by_rows(model)) == [f"base_model.model.lm_head.{layer}" for layer in layers]
+    named = Named("head")
+    model, _ = initialized(peft.get_peft_model(named, peft.LoraConfig(r=8, target_modules=["head", "up"])))
+    assert scaled_by_rows(model) == ["base_model.model.head.base_layer"]
+
+
 def test_a_model_that_cannot_tell_its_head() -> None:
     class Silent(Named):
         def get_output_embeddings(self) -> torch.nn.Module:
