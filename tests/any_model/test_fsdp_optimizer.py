@@ -297,6 +297,21 @@ def test_errors_name_the_fix(ranks: RankPool) -> None:
             assert part in message
 
 
+def sharded_too_late(group: Group, part: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    fully_shard(model[int(part)], mesh=cpu_mesh())
+    model(torch.randn(16, 64)).square().mean().backward()
+    with pytest.raises(UserError, match=rf"{part}.weight: fully_shard has sharded the model since initialize"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("part", ["0", "1"])
+def test_fully_shard_behind_initialize_is_an_error(ranks: RankPool, part: str) -> None:
+    """The shards are parameters of their own, which no optimizer would update."""
+    ranks.run(on_default_group, sharded_too_late, part, num_ranks=2)
+
+
 def cut_blocks(group: Group) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
     replace_linears(model, weight=StorageDtype.FP16)
