@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 import fp8_megatron
 import tests.any_model.test_fsdp_optimizer as sharded
 from fp8_megatron.any_model.heads import language_heads
+from fp8_megatron.errors import UserError
 from fp8_megatron.nn.module import FP8Linear
 from tests.harness.ranks import RankPool, on_default_group
 
@@ -117,6 +118,21 @@ def test_blocks_have_scales_of_their_own() -> None:
     model.add_module("lm_head", torch.nn.Linear(128, 512))
     model, _ = initialized(model, recipe="blockwise")
     assert isinstance(model.lm_head, FP8Linear) and scaled_by_rows(model) == []
+    model.lm_head.scales_grad_rows = True
+    with pytest.raises(UserError, match=r"lm_head: scales_grad_rows\(True\) is not for the blockwise recipe"):
+        model(torch.randn(16, 128))
+
+
+def test_a_layer_that_is_no_head_any_more_has_a_delayed_scale() -> None:
+    """Its gradients, 1e-6 and less, would be zeros with the scale of a slot that has seen none."""
+    model, optimizer = initialized(Named("lm_head").bfloat16(), recipe="delayed")
+    for scales_rows in (True, True, False):
+        model.lm_head.scales_grad_rows = scales_rows
+        optimizer.zero_grad()
+        logits = model(torch.arange(VOCABULARY))
+        logits.backward(torch.full_like(logits, 1e-6))
+        optimizer.step()
+    assert model.lm_head.weight.grad.float().norm() > 0
 
 
 @pytest.mark.parametrize(("level", "recipe"), [("O1", "delayed"), ("O2", "tensorwise"), ("O3", "tensorwise")])
