@@ -26,12 +26,14 @@ def language_heads(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def _linears(head: object) -> set[torch.nn.Module]:
-    """`head` itself, or what PEFT has put it into: the ``base_layer`` of adapters; the ``original_module`` and its
-    trained copies, ``modules_to_save``."""
+    """`head` itself, or those of a list (one for each codebook, as in Musicgen), or what PEFT has put it into: the
+    ``base_layer`` of adapters; the ``original_module`` and its trained copies, ``modules_to_save``."""
     if not isinstance(head, torch.nn.Module):
         return set()
     if isinstance(head, torch.nn.Linear) or te_kind(head) == "Linear":
         return {head}
+    if isinstance(head, torch.nn.ModuleList):
+        return {layer for part in head for layer in _linears(part)}
     parts = [head._modules.get("base_layer"), head._modules.get("original_module")]
     copies = head._modules.get("modules_to_save")
     parts += [] if copies is None else copies.children()

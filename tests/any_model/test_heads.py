@@ -75,6 +75,15 @@ def test_a_head_is_what_transformers_says() -> None:
     assert scaled_by_rows(model) == ["lm_head"]
 
 
+def test_a_head_may_be_a_list() -> None:
+    """Musicgen's: one for each codebook."""
+    config = transformers.MusicgenDecoderConfig(
+        vocab_size=256, hidden_size=64, ffn_dim=128, num_hidden_layers=1, num_attention_heads=4, num_codebooks=2
+    )
+    model, _ = initialized(transformers.MusicgenForCausalLM(config))
+    assert scaled_by_rows(model) == ["lm_heads.0", "lm_heads.1"]
+
+
 def test_other_layers_are_no_heads() -> None:
     assert language_heads(Named("decode")) == set()
     assert language_heads(Named("head", classes=WIDTH)) == set()  # as narrow as its input
