@@ -109,8 +109,8 @@ def _watch_loads(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mapping
 
 
 def _watch_shards(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
-    """Make the first step an error if ``fully_shard`` has put shards in the place of the optimizer's parameters: their
-    gradients would reach nobody."""
+    """Make the first step an error if ``fully_shard`` or torch's older FSDP has put shards in the place of the
+    optimizer's parameters: their gradients would reach nobody."""
     reference = weakref.ref(model)
     held = {names[param] for group in optimizer.param_groups for param in group["params"]}
 
@@ -119,6 +119,11 @@ def _watch_shards(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mappin
         for name, param in () if now is None else now.named_parameters():
             if name in held and param.requires_grad and is_sharded(param):
                 raise OptimizerError(f"{name}: {SHARDED_SINCE}")
+            if name.rpartition(".")[2] == "_flat_param":
+                raise OptimizerError(
+                    "torch's FullyShardedDataParallel has flattened the model since initialize, so the optimizer has "
+                    "none of its parameters: use fully_shard instead (docs/fsdp2.md)"
+                )
         return True
 
     look_before_steps(optimizer, look)
