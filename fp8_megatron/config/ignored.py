@@ -295,7 +295,6 @@ _RULES = (
         ),
         _no_save,
         "give --save",
-        is_error=False,
     ),
     Ignored(("load_optim", "load_rng"), _no_load, "give --load", is_error=False),
     Ignored(("full_validation",), _no_validation, "give --eval-interval"),

@@ -115,7 +115,7 @@ class TrainingRun:
         self.data: RunData = open_run_data(config, topology)
         self._check_and_log_settings()
         self.state: TrainingState = build_training_state(
-            config, self.data.vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
+            config, self.data.padded_vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
         )
         self.resumable = self.state.resumable(self.data.unpadded_vocab_size)
         slot_names = slot_names_of_ranks(self.state)
@@ -145,8 +145,8 @@ class TrainingRun:
     def _check_and_log_settings(self) -> None:
         """Check that the run fits into memory and onto the disk, and log what it is."""
         config, topology = self.config, self.topology
-        check_memory(config, topology, self.around.device, self.data.vocab_size)
-        check_room(config, self.start, topology, self.data.vocab_size)
+        check_memory(config, topology, self.around.device, self.data.padded_vocab_size)
+        check_room(config, self.start, topology, self.data.padded_vocab_size)
         if self.is_writer:
             log_settings(config, topology.world_size)
             self.around.graph_choice.log()
@@ -157,7 +157,7 @@ class TrainingRun:
             self.around.output_dir,
             self.topology,
             self.around.device,
-            vocab_size=self.data.vocab_size,
+            padded_vocab_size=self.data.padded_vocab_size,
             resume_iteration=self.progress.iteration,
             total_iterations=self.total_iterations,
             replaces_other_run=self.around.replaces_other_run,

@@ -14,6 +14,8 @@ from fp8_megatron.config.megatron_flags import Kind, Option, megatron_options, t
 from fp8_megatron.config.megatron_precision import SWITCHES
 from fp8_megatron.config.schema import Config
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
 OPTIONS = list({id(option): option for option in megatron_options().values()}.values())
 TYPES: dict[str, FieldType] = {
     name: kind for section in vars(Config()).values() for name, kind in field_types(type(section)).items()
@@ -102,10 +104,30 @@ def test_names_of_forks_mean_megatrons() -> None:
 
 
 def test_local_sums_of_gradients_name_the_setting_that_makes_them_fp32() -> None:
-    """One replica adds the gradients of FP8 weights in BF16 by default, so FP32 is not what happens anyway."""
-    for name in ("accumulate_allreduce_grads_in_fp32", "ddp_param_name_patterns_for_fp32_local_accumulation"):
-        note = megatron_options()[name].note
-        assert "in BF16, and in FP32 with --grad-accumulation-dtype fp32" in note
+    """Few gradients of FP8 weights are added in BF16 by default, so FP32 is not what happens anyway."""
+    note = megatron_options()["ddp_param_name_patterns_for_fp32_local_accumulation"].note
+    assert "in BF16, and in FP32 with --grad-accumulation-dtype fp32" in note
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", None),
+        ("--accumulate-allreduce-grads-in-fp32", "fp32"),
+        ("--accumulate-allreduce-grads-in-fp32 --bf16 --fp8-format hybrid", "fp32"),
+        ("--accumulate-allreduce-grads-in-fp32 --grad-accumulation-dtype fp32", "fp32"),
+        (f"--accumulate-allreduce-grads-in-fp32 --config {CONFIGS}/fast.yaml", "fp32"),
+        ("--accumulate-allreduce-grads-in-fp32 --bf16", None),  # there sums are FP32
+        ("--accumulate-allreduce-grads-in-fp32 --precision te", None),
+    ],
+)
+def test_fp32_sums_are_what_the_switch_asks_for(flags: str, expected: str | None) -> None:
+    assert parse_config(flags.split()).precision.grad_accumulation_dtype == expected
+
+
+def test_fp32_sums_contradict_bf16_sums() -> None:
+    with pytest.raises(ConfigError, match="-in-fp32 contradicts --grad-accumulation-dtype bf16; give one of them"):
+        parse_config("--accumulate-allreduce-grads-in-fp32 --grad-accumulation-dtype bf16".split())
 
 
 def test_words_after_an_option_are_its_own() -> None:

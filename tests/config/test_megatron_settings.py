@@ -210,12 +210,6 @@ def test_flags_that_nothing_reads_and_that_change_nothing_are_said() -> None:
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        ("--save-interval 9", "save_interval(9) has no effect without save: no checkpoint is written; drop it or give"),
-        ("--save-retain-interval 9", "save_retain_interval(9) has no effect without save"),
-        ("--non-persistent-save-interval 9", "non_persistent_save_interval(9) has no effect without save"),
-        ("--async-save", "async_save(True) has no effect without save"),
-        ("--no-save-optim", "save_optim(False) has no effect without save"),
-        ("--no-save-rng", "save_rng(False) has no effect without save"),
         ("--no-load-optim", "load_optim(False) has no effect without load; drop it or give --load"),
         ("--no-load-rng", "load_rng(False) has no effect without load"),
         ("--override-opt_param-scheduler", "override_opt_param_scheduler(True) has no effect without load"),
@@ -238,6 +232,25 @@ def test_what_megatron_does_not_read_either_is_a_note(tmp_path: Path, flags: str
     value = f"[{value.replace(' ', ', ')}]" if name == "profile_ranks" else value.lower()
     (tmp_path / "a.yaml").write_text(f"{name}: {value}\n")
     assert parse_command_line(["--config", str(tmp_path / "a.yaml"), *common]).notes == (said,)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--save-interval 9", "save_interval(9) has no effect without save: no checkpoint is written; drop it or give"),
+        ("--save-retain-interval 9", "save_retain_interval(9) has no effect without save"),
+        ("--non-persistent-save-interval 9", "non_persistent_save_interval(9) has no effect without save"),
+        ("--async-save", "async_save(True) has no effect without save"),
+        ("--no-save-optim", "save_optim(False) has no effect without save"),
+        ("--no-save-rng", "save_rng(False) has no effect without save"),
+    ],
+)
+def test_saving_without_a_folder_is_an_error(flags: str, problem: str) -> None:
+    """Hours later nothing would have been saved."""
+    line = parse_command_line(["--bf16", "--mock-data", "--vocab-size", "512", *flags.split()])
+    with pytest.raises(ConfigError) as error:
+        check_config(line.config, 1)
+    assert problem in str(error.value)
 
 
 @pytest.mark.parametrize(
