@@ -144,7 +144,7 @@ def main() -> None:
         topology = stack.enter_context(initialized(config.parallel, config.model.num_layers, device))
         seed_everything(1, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank())
         data = open_run_data(config, topology)
-        state = build_training_state(config, data.vocab_size, topology, device)
+        state = build_training_state(config, data.padded_vocab_size, topology, device)
         resumable = state.resumable(data.unpadded_vocab_size)
         loader = data.train_loader(0)
 

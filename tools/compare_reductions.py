@@ -284,7 +284,7 @@ def measure_local_sums(num_micro_batches: list[int], kind: Kind) -> dict[str, di
                 total.add_(grad)
         for name, total in sums.items():
             table[name][str(count)] = min(worst_snr_db(total, exact), MAX_DB)
-        chosen = ModelStorage(num_micro_batches=count).of_grads(StorageClass.LINEAR, num_replicas=1).local
+        chosen = ModelStorage(num_micro_batches=count).of_grads(StorageClass.LINEAR).local
         table["default"][str(count)] = table["bf16" if chosen is StorageDtype.FP8 else chosen.value][str(count)]
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import LEVELS
+from ..formats import LEVELS, StorageDtype
 from ..nn.conv1d import FP8Conv1D
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
 from .data_parallel import NoHook, Replication
-from .optimizer import FP8Optimizer
+from .optimizer import SHARDED_SINCE, FP8Optimizer, is_sharded
 from .replica_hooks import MeetsForState, RefusesDDP, allow_ddp
 from .te_modules import plain_value
-from .torch_optimizers import OptimizerError, check_optimizer, take_place_of, use_params
+from .torch_optimizers import OptimizerError, check_optimizer, look_before_steps, take_place_of, use_params
 
 
 def build_optimizer(
@@ -55,7 +56,7 @@ def build_optimizer(
         dict(optimizer.defaults),
         names=names,
         values=_initial_values(model, replaced),
-        storage=ModelStorage(LEVELS[opt_level]),
+        storage=ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32),
         histories=delayed_scales(model, device),
         num_gradients=gradient_accumulation_steps or 1,
         replication=replication,
@@ -64,6 +65,7 @@ def build_optimizer(
     take_place_of(optimizer, built)
     built.zero_grad()  # weights that were replaced have left theirs behind
     _watch_loads(model, built, names)
+    _watch_shards(model, built, names)
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP wraps models of one rank too
         allow_ddp(model, [space.grads for space in built._spaces], replication)
     else:
@@ -104,6 +106,27 @@ def _watch_loads(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mapping
         own = {name: (param, names[param]) for name, param in module._parameters.items() if param is not None}
         if own:
             module.register_load_state_dict_post_hook(_KeepsParams(own, optimizer))
+
+
+def _watch_shards(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Make the first step an error if ``fully_shard`` or torch's older FSDP has put shards in the place of the
+    optimizer's parameters: their gradients would reach nobody."""
+    reference = weakref.ref(model)
+    held = {names[param] for group in optimizer.param_groups for param in group["params"]}
+
+    def look(_: torch.optim.Optimizer) -> bool:
+        now = reference()
+        for name, param in () if now is None else now.named_parameters():
+            if name in held and param.requires_grad and is_sharded(param):
+                raise OptimizerError(f"{name}: {SHARDED_SINCE}")
+            if name.rpartition(".")[2] == "_flat_param":
+                raise OptimizerError(
+                    "torch's FullyShardedDataParallel has flattened the model since initialize, so the optimizer has "
+                    "none of its parameters: use fully_shard instead (docs/fsdp2.md)"
+                )
+        return True
+
+    look_before_steps(optimizer, look)
 
 
 def _replication(group: Group | None, device: torch.device) -> Replication | None:

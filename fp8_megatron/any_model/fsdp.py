@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..device.group import Group
-from ..formats import LEVELS, STATE_BLOCK
+from ..formats import LEVELS, STATE_BLOCK, StorageDtype
 from ..nn.module import FP8Linear
 from ..optimizer.written_weights import write_weight
 from ..quantization.scaled_tensor import ScaledTensor
@@ -204,7 +204,7 @@ def build_sharded_optimizer(
         dict(optimizer.defaults),
         names=names,
         values={},
-        storage=ModelStorage(LEVELS[opt_level]),
+        storage=ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32),
         histories=delayed_scales(model, next(iter(names)).device),
         transposed=transposed_weights(model),
     )

@@ -131,7 +131,10 @@ def _check_model(model: object) -> None:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind in wrappers and type(module).__module__.startswith("torch."):
-            raise UserError(f"{name or 'the model'} is a {kind}: call initialize first, then wrap the model")
+            fix = "call initialize first, then wrap the model"
+            if kind == "FullyShardedDataParallel":
+                fix = "it would flatten FP8 weights: use torch's fully_shard instead (docs/fsdp2.md)"
+            raise UserError(f"{name or 'the model'} is a {kind}: {fix}")
     if _is_in_ddp(model):
         raise UserError(
             "torch's DDP holds the model already, and would reduce its old parameters: call initialize first, then "

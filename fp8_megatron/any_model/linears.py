@@ -92,6 +92,7 @@ def replace_linears(
             convert = convert_te if te_kind(module) is not None else convert_attention
             for own_name, layer in convert(name, module, replaced, recipe, weight).items():
                 slots[own_name] = list(layer.quantizers.slots())
+                layer.scales_grad_rows = layer in heads
         else:
             _convert(name, module, replaced, recipe, weight)
             assert isinstance(module, FP8Linear)

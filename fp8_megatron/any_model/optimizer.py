@@ -43,6 +43,12 @@ from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
 from .whole_state import WholeState
 
+#: What `OptimizerError` says where ``fully_shard`` came too late.
+SHARDED_SINCE = (
+    "fully_shard has sharded the model since initialize: first replace_linears, then fully_shard (or Accelerate's "
+    "prepare under FSDP2), then initialize (docs/fsdp2.md)"
+)
+
 
 class FP8Optimizer(torch.optim.Optimizer):
     """AdamW or Adam with state in FP8, for the parameters of one model. `build.build_optimizer` makes it.
@@ -196,7 +202,7 @@ class FP8Optimizer(torch.optim.Optimizer):
             return self._replication.add_space(space, self._storage)
         if space.storage is StorageClass.LINEAR:
             return LinearGrads(space, self._num_gradients)
-        return PlainGrads(space, LocalGradBuffer(space, self._storage.of_grads(space.storage, 1, space.dtype).local))
+        return PlainGrads(space, LocalGradBuffer(space, self._storage.of_grads(space.storage, space.dtype).local))
 
     @property
     def num_skipped_steps(self) -> int:
@@ -379,11 +385,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         )
         if not same:
             own = {param for _, params in self._added for param in params}
-            if any(_is_sharded(param) for group in self.param_groups for param in group["params"] if param not in own):
-                raise OptimizerError(
-                    "fully_shard has sharded the model since initialize: first replace_linears, then fully_shard (or "
-                    "Accelerate's prepare under FSDP2), then initialize (docs/fsdp2.md)"
-                )
+            if any(is_sharded(param) for group in self.param_groups for param in group["params"] if param not in own):
+                raise OptimizerError(SHARDED_SINCE)
             raise OptimizerError(
                 "param_groups are not those that the optimizer was built with, and it updates those: change numbers in "
                 "the groups, add groups with add_param_group, and freeze parameters with requires_grad_(False)"
@@ -490,7 +493,7 @@ class FP8Optimizer(torch.optim.Optimizer):
             space.seen = [(slot.param.data_ptr(), slot.param._version) for slot in space.space.slots]
 
 
-def _is_sharded(param: Tensor) -> bool:
+def is_sharded(param: Tensor) -> bool:
     """Whether `param` is one that torch's ``fully_shard`` has made."""
     return any(base.__name__ == "DTensor" for base in type(param).__mro__)
 

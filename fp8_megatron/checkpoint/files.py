@@ -191,8 +191,8 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
     folder = iteration_folder(root, wanted)
     if wanted not in saved and (folder / _OLD_META).exists():
         raise CheckpointError(
-            f"{folder} has format version 2 ({_OLD_META} and state_*.safetensors), this version reads 3 "
-            f"(torch_dist); resume it with the version that wrote it, or start without --load"
+            f"{folder} has format version 2 ({_OLD_META} and state_*.safetensors), this version reads 3 and 4; resume "
+            f"it with the version that wrote it, or start without --load"
         )
     if iteration is None or is_megatron_checkpoint(folder):
         return [wanted, *([] if is_megatron_checkpoint(folder) else ancestors(root, wanted)[::-1])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from ..errors import UserError
 
@@ -12,6 +12,24 @@ _FP4 = re.compile(r"(MSAMP_)?USE_\w*SIMU(LATE)?_FP4")
 
 #: What torchrun tells every rank.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+#: What Open MPI's mpirun tells every process, under torchrun's names.
+_OPEN_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+
+
+def take_mpi_ranks(environment: MutableMapping[str, str]) -> None:
+    """Give a process of Open MPI's mpirun the variables that torchrun sets, unless a launcher set one of them.
+
+    Each process would take itself for the only rank otherwise.
+    """
+    names = _OPEN_MPI.values()
+    if not set(_OPEN_MPI) & set(environment) and all(environment.get(name, "").isdecimal() for name in names):
+        environment.update({name: environment[theirs] for name, theirs in _OPEN_MPI.items()})
 
 
 def launched_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -40,9 +58,12 @@ def check_launcher(environment: Mapping[str, str]) -> None:
     _, world_size = launched_ranks(environment)
     missing = [name for name in _LAUNCHER if name not in environment]
     if world_size > 1 and missing:
+        has_mpi = _OPEN_MPI["RANK"] in environment
+        passed_on = "; mpirun passes it on with -x MASTER_ADDR=HOST -x MASTER_PORT=PORT" if has_mpi else ""
         raise UserError(
             f"the environment variable WORLD_SIZE={world_size} asks for several ranks, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set; unset it, or start with torchrun or fp8-megatron train"
+            f"{passed_on}"
         )
 
 

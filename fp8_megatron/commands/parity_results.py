@@ -20,7 +20,7 @@ from ..checkpoint.files import TRACKER
 from ..config.schema import Config
 from ..errors import UserError
 from ..outputs import write_output
-from ..reporting.parity import Parity, RunResult, compare_runs
+from ..reporting.parity import Parity, RunKey, RunResult, compare_runs
 from ..reporting.parity_report import draw_parity, markdown_table, table_rows
 
 RESULTS_FILE = "parity.json"
@@ -41,7 +41,7 @@ def common_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, int], RunResult]:
+def read_results(args: argparse.Namespace, config: Config) -> dict[RunKey, RunResult]:
     """The finished runs of an earlier call.
 
     Raises:
@@ -88,9 +88,7 @@ def read_results(args: argparse.Namespace, config: Config) -> dict[tuple[str, in
     return {(found.level, found.seed): found for found in runs}
 
 
-def write_results(
-    args: argparse.Namespace, config: Config, finished: Mapping[tuple[str, int], RunResult]
-) -> Parity | None:
+def write_results(args: argparse.Namespace, config: Config, finished: Mapping[RunKey, RunResult]) -> Parity | None:
     """Write parity.json, parity.md and parity.png of what is finished; returns the comparison if there is one."""
     folder = Path(args.output_dir)
     order = {level: index for index, level in enumerate(args.levels)}

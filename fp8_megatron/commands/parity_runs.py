@@ -17,7 +17,7 @@ import psutil
 
 from ..checkpoint.files import TRACKER
 from ..config.schema import Config
-from ..reporting.parity import RunResult, read_run
+from ..reporting.parity import RunKey, RunResult, read_run
 from .parity_results import write_results
 
 #: Seconds before the time limit at which runs are asked to save and end.
@@ -43,23 +43,25 @@ class Session:
     Attributes:
         slots: a value of CUDA_VISIBLE_DEVICES for each run side by side; one empty value for the CPU.
         deadline: `time.monotonic` at which runs are asked to end; infinite without a limit.
-        finished: results by level and seed, of earlier calls too.
+        finished: results, of earlier calls too.
+        failed: runs that ended without a result in this call.
+        stops: a signal has asked for the end: no further run starts.
     """
 
     args: argparse.Namespace
     config: Config
     slots: list[str]
     deadline: float
-    finished: dict[tuple[str, int], RunResult]
-    failed: list[tuple[str, int]] = field(default_factory=list)
+    finished: dict[RunKey, RunResult]
+    failed: list[RunKey] = field(default_factory=list)
     stops: bool = False
 
     def run(self) -> None:
         """Train what is not finished, until all is or the time is up."""
         # Seeds in the outer order: the levels of a seed are compared as soon as they are there.
-        pending = [(level, each) for each in self.args.seeds for level in self.args.levels]
+        pending = [(level, seed) for seed in self.args.seeds for level in self.args.levels]
         pending = [key for key in pending if key not in self.finished]
-        running: dict[str, tuple[tuple[str, int], _Process]] = {}
+        running: dict[str, tuple[RunKey, _Process]] = {}
         asked = False
         try:
             while pending or running:
@@ -82,11 +84,11 @@ class Session:
             for _, process in running.values():
                 _kill(process.popen)
 
-    def folder(self, key: tuple[str, int]) -> Path:
+    def folder(self, key: RunKey) -> Path:
         """Of a run's logs and checkpoints."""
         return Path(self.args.output_dir) / "runs" / f"{key[0]}_seed_{key[1]}"
 
-    def _next(self, pending: list[tuple[str, int]]) -> tuple[str, int] | None:
+    def _next(self, pending: list[RunKey]) -> RunKey | None:
         """Take the first pending run that there is time for."""
         left = self.deadline - time.monotonic()
         for key in pending:
@@ -97,14 +99,14 @@ class Session:
         return None
 
     def _seconds(self, level: str) -> float:
-        """What a run takes, from finished runs of its level, else of all; 0 if there are none."""
+        """Seconds that a run takes, from finished runs of its level, else of all; 0 if there are none."""
         for runs in ([run for run in self.finished.values() if run.level == level], list(self.finished.values())):
             known = [run.wall_seconds for run in runs if run.wall_seconds is not None]
             if known:
                 return max(known)
         return 0.0
 
-    def _start(self, key: tuple[str, int], slot: str) -> _Process:
+    def _start(self, key: RunKey, slot: str) -> _Process:
         folder = self.folder(key)
         was_interrupted = (folder / "checkpoints").exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,12 +120,12 @@ class Session:
         print(f"{key[0]}, seed {key[1]}: {'goes on' if was_interrupted else 'starts'}", flush=True)
         return _Process(popen, time.monotonic(), was_interrupted)
 
-    def _ask_to_end(self, running: dict[str, tuple[tuple[str, int], _Process]]) -> None:
+    def _ask_to_end(self, running: dict[str, tuple[RunKey, _Process]]) -> None:
         for _, process in running.values():
             process.popen.send_signal(signal.SIGTERM)
             process.was_interrupted = True
 
-    def _ended(self, key: tuple[str, int], process: _Process) -> None:
+    def _ended(self, key: RunKey, process: _Process) -> None:
         """Read a finished run and remove its checkpoints; report a failed one."""
         folder, status = self.folder(key), process.popen.returncode
         seconds = None if process.was_interrupted else time.monotonic() - process.started
@@ -167,20 +169,23 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
     popen.kill()
 
 
-def run_flags(args: argparse.Namespace, key: tuple[str, int], folder: Path) -> list[str]:
-    """Flags of one run of pretrain_gpt.py."""
-    level, number = key
+def run_flags(args: argparse.Namespace, key: RunKey, folder: Path) -> list[str]:
+    """Flags of one run of pretrain_gpt.py, with its checkpoints and logs in `folder`.
+
+    A run that has a checkpoint of its own goes on from it. Otherwise --finetune-from or --continue-from say its start.
+    """
+    level, seed = key
     own = folder / "checkpoints"
     if (own / TRACKER).exists():
         load = ["--load", str(own), "--exit-on-missing-checkpoint"]  # one that is gone meanwhile: not from scratch
     elif args.finetune_from is not None:
         load = ["--load", args.finetune_from, "--finetune"]
     elif args.continue_from is not None:
-        load = ["--load", args.continue_from.replace(SEED, str(number))]
-        if number in args.starts:
-            load += ["--ckpt-step", str(args.starts[number])]
+        load = ["--load", args.continue_from.replace(SEED, str(seed))]
+        if seed in args.starts:
+            load += ["--ckpt-step", str(args.starts[seed])]
     else:
         load = ["--load", str(own)]
     places = ["--output-dir", str(folder), "--save", str(own), *load]
     quiet = ["--no-tensorboard", "--progress", "off"]
-    return [*args.passed, *args.flags[level], "--seed", str(number), *places, "--keep-last", "1", *quiet]
+    return [*args.passed, *args.flags[level], "--seed", str(seed), *places, "--keep-last", "1", *quiet]

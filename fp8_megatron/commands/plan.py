@@ -1,13 +1,14 @@
 """The best layouts of a model on a cluster, with the memory of a rank and the time of a step, without a GPU.
 
-    fp8-megatron plan --gpus 8 --memory-gb 80 -- --config configs/gpt_13b.yaml configs/fast.yaml
+    fp8-megatron plan --gpus 8 --gpu h100 -- --config configs/gpt_13b.yaml configs/fast.yaml
     fp8-megatron plan --gpus 128 --levels bf16 O3 5-byte -- --config configs/gpt_175b.yaml
     fp8-megatron plan --gpus 128 --build --levels bf16 O3 -- --config configs/gpt_175b.yaml
     fp8-megatron plan --largest 8 32 128 --output largest.png
-    fp8-megatron plan --gpus 1 --memory-gb 141 --longest -- --config configs/llama_8b.yaml configs/fast.yaml
+    fp8-megatron plan --gpus 1 --gpu h200 --longest -- --config configs/llama_8b.yaml configs/fast.yaml
 
 The flags after -- describe the run, as for training. Plan varies tensor- and pipeline-parallel sizes, micro-batch size
-and recomputation. It keeps the global batch size and all other flags. Step times come from rates measured on H200.
+and recomputation. It keeps the global batch size and all other flags. Step times come from rates measured on
+H200; on H100, what waits for memory takes longer by the ratio of the memories' bandwidths.
 --build varies nothing: it builds a rank of every kind of pipeline stage without a GPU and counts its memory. --longest
 varies the sequence length, recomputation and offloading.
 """
@@ -39,10 +40,12 @@ _MOST_GPUS = 100_000
 #: What --largest compares. Transformer Engine's model states are BF16's.
 _LARGEST_LEVELS = ("bf16", "O3", "5-byte")
 #: Settings of the cluster and of the table, and their defaults.
-_DEFAULTS = {"gpus_per_node": 8, "memory_gb": 80.0, "network_gb": 50.0, "top": 5}
+_DEFAULTS = {"gpus_per_node": 8, "gpu": "h100", "network_gb": 50.0, "top": 5}
+#: 10^9 bytes of the memory of each GPU.
+_MEMORY_GB = {"h100": 80.0, "h200": 141.0}
 #: Which of these each question leaves unread.
 _UNREAD = {
-    "build": ("gpus_per_node", "memory_gb", "network_gb", "top"),
+    "build": ("gpus_per_node", "gpu", "memory_gb", "network_gb", "top"),
     "longest": ("network_gb", "top"),
     "largest": ("network_gb", "top"),
 }
@@ -54,7 +57,8 @@ def main(words: Sequence[str] | None = None, prog: str = "plan.py") -> int:
     return exit_status(partial(_main, list(sys.argv[1:] if words is None else words), prog))
 
 
-def _main(words: list[str], prog: str) -> int:
+def _arguments(words: list[str], prog: str) -> tuple[argparse.Namespace, list[str]]:
+    """Plan's own flags, checked and with their defaults; and the flags of the run, which stand after --."""
     own, flags = own_and_run_flags(words)
     parser = _parser(prog)
     args = parser.parse_args(own)
@@ -73,7 +77,14 @@ def _main(words: list[str], prog: str) -> int:
     for name, default in _DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    from ..planning.layouts import ROOM, Cluster, best_layouts  # imports torch
+    if args.memory_gb is None:
+        args.memory_gb = _MEMORY_GB[args.gpu]
+    return args, flags
+
+
+def _main(words: list[str], prog: str) -> int:
+    """Answer the question of the flags: --build, --largest, --longest, or the best layouts. See `main`."""
+    args, flags = _arguments(words, prog)
 
     if args.build:
         from .plan_build import report_build
@@ -85,12 +96,10 @@ def _main(words: list[str], prog: str) -> int:
     if args.largest is not None:
         from .plan_largest import report_largest
 
-        clusters = [
-            Cluster(gpus, args.gpus_per_node, args.memory_gb * 1e9, args.network_gb * 1e9) for gpus in args.largest
-        ]
+        clusters = [_cluster(args, gpus) for gpus in args.largest]
         levels = {level: LEVELS[level] for level in args.levels or _LARGEST_LEVELS}
         return report_largest(levels, flags, clusters, args.output, prog)
-    cluster = Cluster(args.gpus, args.gpus_per_node, args.memory_gb * 1e9, args.network_gb * 1e9)
+    cluster = _cluster(args, args.gpus)
     if args.longest:
         from .plan_longest import report_longest
 
@@ -98,6 +107,13 @@ def _main(words: list[str], prog: str) -> int:
         config = _configuration([*flags, *(LEVELS[level] if level else [])], prog)
         check_config(config, args.gpus, on_this_machine=False)
         return report_longest(config, cluster)
+    return _report_layouts(args, flags, cluster, prog)
+
+
+def _report_layouts(args: argparse.Namespace, flags: list[str], cluster: Cluster, prog: str) -> int:
+    """Print the best layouts of each level; returns 1 if none fits for some level, otherwise 0."""
+    from ..planning.layouts import ROOM, best_layouts  # imports torch
+
     status = 0
     for level in args.levels or [None]:
         config = _configuration([*flags, *(LEVELS[level] if level else [])], prog)
@@ -112,6 +128,13 @@ def _main(words: list[str], prog: str) -> int:
         )
         status = 1
     return status
+
+
+def _cluster(args: argparse.Namespace, gpus: int) -> Cluster:
+    from ..planning.layouts import Cluster
+    from ..planning.speed import RATES
+
+    return Cluster(gpus, args.gpus_per_node, args.memory_gb * 1e9, args.network_gb * 1e9, RATES[args.gpu])
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -140,8 +163,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus-per-node", type=whole(most=_MOST_GPUS), metavar="N", help="GPUs of one node (default 8)"
     )
+    parser.add_argument("--gpu", choices=list(_MEMORY_GB), help="the kind of GPU (default h100)")
     parser.add_argument(
-        "--memory-gb", type=real(above=0), metavar="GB", help="memory of one GPU, 10^9 bytes (default 80)"
+        "--memory-gb", type=real(above=0), metavar="GB", help="memory of one GPU, 10^9 bytes (default: 80, 141 of h200)"
     )
     parser.add_argument(
         "--network-gb",
@@ -179,7 +203,7 @@ def _records(cluster: Cluster, config: Config) -> bool:
 def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> str:
     """The fastest layouts, the memory of the best by kind, its wire bytes, and what no measurement vouches for."""
     from ..planning.layouts import ROOM, better_accumulation
-    from ..planning.speed import unmeasured
+    from ..planning.speed import RATES, unmeasured
     from ..planning.vocabulary import padded_vocab_size
     from ..planning.wire import predict_wire_bytes
     from ..training.graph_choice import waits_for_host
@@ -204,14 +228,16 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
                 f"the first with --grad-accumulation {other.config.precision.grad_accumulation}: a step of "
                 f"{1e3 * other.step.total:,.0f} ms, peak {other.peak.total / 1e9:.1f} GB"
             )
-        lacking = unmeasured(config, world_size=cluster.gpus, gpus_per_node=cluster.gpus_per_node)
+        lacking = unmeasured(config, world_size=cluster.gpus, gpus_per_node=cluster.gpus_per_node, rates=cluster.rates)
         if not best.records and waits_for_host(config):
             lacking.append("launches by Python, which may be slower than these kernels")
         if lacking:
             lines.append(f"predicted, never measured, for the first: {'; '.join(lacking)}")
     else:
         lines.append(f"no step times: no rates of {level} were measured; the smallest peaks come first")
-    lines.append(f"{len(layouts)} layouts fit into {ROOM:.0%} of {cluster.memory_bytes / 1e9:g} GB")
+    gpu = next(name.upper() for name, rates in RATES.items() if rates is cluster.rates)
+    memory = f"{ROOM:.0%} of {cluster.memory_bytes / 1e9:g} GB"
+    lines.append(f"{len(layouts)} layouts fit into {memory}; step times on {gpu}")
     return "\n".join(lines)
 
 

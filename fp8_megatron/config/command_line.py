@@ -26,7 +26,7 @@ class Given:
 
 
 def read_words(
-    words: Sequence[str], types: Mapping[str, FieldType], others: Sequence[str] = ()
+    words: Sequence[str], types: Mapping[str, FieldType], others: Sequence[str] = (), refused: Sequence[str] = ()
 ) -> tuple[list[Given], list[str]]:
     """The flags of a command line in order, and one line for each mistake.
 
@@ -37,6 +37,7 @@ def read_words(
         words: the command line.
         types: the settings by name.
         others: further flags that an unknown one may be a slip for.
+        refused: flags that are errors themselves. They are named only where the slip is small.
     """
     given: list[Given] = []
     problems: list[str] = []
@@ -53,7 +54,7 @@ def read_words(
         most = 0 if value is not None else _most_words(types.get(name), len(after))
         values = after[:most] if value is None else [value]
         if name not in types:
-            problems.append(f"unknown flag {shortened(flag)}{_suggestion(name, types, others)}")
+            problems.append(f"unknown flag {shortened(flag)}{_suggestion(name, types, others, refused)}")
         elif types[name].base is bool:
             if value is not None:
                 problems.append(f"{flag}={shortened(value)}: a switch has no value; give it alone, or as --no-…")
@@ -126,10 +127,12 @@ def _stray(word: str) -> str:
     return f"{shortened(word)!r} belongs to no flag; put one before it, or drop it"
 
 
-def _suggestion(name: str, types: Mapping[str, FieldType], others: Sequence[str]) -> str:
+def _suggestion(name: str, types: Mapping[str, FieldType], others: Sequence[str], refused: Sequence[str]) -> str:
     flags = {setting_name(flag): flag for flag in others} | {name: flag_name(name) for name in types}
-    nearest = difflib.get_close_matches(name, flags, n=1)
-    return f"; did you mean {flags[nearest[0]]}?" if nearest else "; --help lists the flags"
+    errors = {setting_name(flag): flag for flag in refused}
+    near = difflib.get_close_matches(name, flags, n=1) + difflib.get_close_matches(name, errors, n=1, cutoff=0.9)
+    nearest = max(near, key=lambda other: difflib.SequenceMatcher(None, other, name).ratio(), default=None)
+    return "; --help lists the flags" if nearest is None else f"; did you mean {(errors | flags)[nearest]}?"
 
 
 def _shown(one: Given) -> str:

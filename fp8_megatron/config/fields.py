@@ -21,13 +21,17 @@ OptionalSwitch = Annotated[bool | None, UNSET]
 Words = Annotated[tuple[str, ...], UNSET]
 Text = Annotated[str | None, UNSET]
 
-#: The largest count of steps, samples or bytes' owners: it fits into every integer that counts are kept in.
+#: The largest count of steps or bytes' owners: it fits into every integer that counts are kept in.
 MAX_COUNT = 2**31 - 1
+#: The largest count of samples, which have 64 bits. 15 trillion tokens are 3.7 billion sequences of 4,096.
+MAX_SAMPLES = 2**40
 #: Kernels compute in FP32. Below its largest value there is room for products with learning rates and scales.
 MAX_REAL = 1e30
 
 Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 CountOrZero = Annotated[int, Ge(0), Le(MAX_COUNT)]
+Samples = Annotated[int, Ge(1), Le(MAX_SAMPLES)]
+SamplesOrZero = Annotated[int, Ge(0), Le(MAX_SAMPLES)]
 #: A dimension of the model. The largest published ones are vocabularies and contexts of some millions.
 Size = Annotated[int, Ge(1), Le(2**24)]
 #: The most layers of a model.
@@ -57,6 +61,7 @@ UpToOne = Annotated[float, Gt(0), Le(1)]
 AtLeastOne = Annotated[float, Ge(1), Le(MAX_REAL)]
 
 OptionalCount = Annotated[Count | None, UNSET]
+OptionalSamples = Annotated[Samples | None, UNSET]
 OptionalIndex = Annotated[CountOrZero | None, UNSET]
 OptionalSize = Annotated[Size | None, UNSET]
 OptionalLayers = Annotated[Layers | None, UNSET]

@@ -1,4 +1,8 @@
-"""Settings that a mode does not read. Each that is not at its default is an error, which names the mode and the fix."""
+"""Settings that a mode does not read. Each that is not at its default is an error, which names the mode and the fix.
+
+A few are notes instead: Megatron does not read them in that mode either, a run is the same without them, and public
+scripts give them.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,29 @@ class Ignored:
         names: the settings.
         mode: the mode in words with its value, if `config` is in it; else None.
         fix: what to choose so that they have one.
+        is_error: whether they stop a run.
     """
 
     names: tuple[str, ...]
     mode: Callable[[Config], str | None]
     fix: str
+    is_error: bool = True
 
 
 def ignored_settings(config: Config) -> Iterator[str]:
-    """One line for each setting that is not at its default and has no effect: value, mode, fix."""
+    """One line for each setting that is not at its default, has no effect and is an error: value, mode, fix."""
+    yield from _lines(config, is_error=True)
+
+
+def ignored_notes(config: Config) -> Iterator[str]:
+    """One line for each setting that is not at its default, has no effect and may be given: value, mode, fix."""
+    yield from _lines(config, is_error=False)
+
+
+def _lines(config: Config, is_error: bool) -> Iterator[str]:
     values, defaults = _values(config), _defaults()
     for rule in _RULES:
-        mode = rule.mode(config)
+        mode = rule.mode(config) if rule.is_error == is_error else None
         for name in rule.names if mode is not None else ():
             if values[name] != defaults[name]:
                 yield f"{name}({_shown(values[name])}) has no effect {mode}; drop it or {rule.fix}"
@@ -154,6 +169,10 @@ def _one_pass(config: Config) -> str | None:
     return None if kind == "cyclic" else f"under dataloader_type({kind})"
 
 
+def _no_save(config: Config) -> str | None:
+    return "without save: no checkpoint is written" if config.checkpoint.save is None else None
+
+
 def _no_load(config: Config) -> str | None:
     return "without load" if config.checkpoint.load is None else None
 
@@ -210,11 +229,16 @@ _RULES = (
     Ignored(
         ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"), _no_history, "choose --fp8-recipe delayed"
     ),
-    Ignored(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _not_fp16, "choose fp16"),
+    Ignored(
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        _not_fp16,
+        "choose fp16",
+        is_error=False,
+    ),
     Ignored(
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _constant_scale, "drop loss_scale"
     ),
-    Ignored(("lr_warmup_init",), _no_warmup, "give --lr-warmup-iters"),
+    Ignored(("lr_warmup_init",), _no_warmup, "give --lr-warmup-iters", is_error=False),
     Ignored(("min_lr", "decoupled_min_lr"), _no_decay, "choose another --lr-decay-style"),
     Ignored(("lr_decay_iters", "lr_decay_samples"), _no_decay_end, "choose another --lr-decay-style"),
     Ignored(("lr_wsd_decay_style",), _no_wsd, "choose --lr-decay-style WSD"),
@@ -260,10 +284,24 @@ _RULES = (
         "choose HuggingFaceTokenizer",
     ),
     Ignored(("null_tokenizer_eod_id",), _other_tokenizer("NullTokenizer"), "choose NullTokenizer"),
-    Ignored(("load_optim", "load_rng"), _no_load, "give --load"),
+    Ignored(
+        (
+            "save_interval",
+            "save_retain_interval",
+            "non_persistent_save_interval",
+            "async_save",
+            "save_optim",
+            "save_rng",
+        ),
+        _no_save,
+        "give --save",
+    ),
+    Ignored(("load_optim", "load_rng"), _no_load, "give --load", is_error=False),
     Ignored(("full_validation",), _no_validation, "give --eval-interval"),
     Ignored(("data_sharding",), _one_pass, "give --dataloader-type cyclic"),
-    Ignored(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _no_load, "give --load"),
+    Ignored(
+        ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), _no_load, "give --load", is_error=False
+    ),
     Ignored(("use_checkpoint_opt_param_scheduler",), _weights_alone, "drop --finetune"),
     Ignored(
         ("use_tokenizer_model_from_checkpoint_args",),
@@ -276,10 +314,9 @@ _RULES = (
         "drop --release-gradients",
     ),
     Ignored(("tensorboard_dir",), _no_tensorboard, "give --tensorboard"),
-    Ignored(("wandb_exp_name", "wandb_entity", "wandb_save_dir"), _no_wandb, "give --wandb-project"),
-    Ignored(
-        ("profile_step_start", "profile_step_end", "profile_ranks", "profile_trace"), _no_profile, "give --profile"
-    ),
+    Ignored(("wandb_exp_name", "wandb_entity", "wandb_save_dir"), _no_wandb, "give --wandb-project", is_error=False),
+    Ignored(("profile_step_start", "profile_step_end", "profile_ranks"), _no_profile, "give --profile", is_error=False),
+    Ignored(("profile_trace",), _no_profile, "give --profile"),
 )
 
 

@@ -17,8 +17,9 @@ from .checks import ConfigError
 from .command_line import Given, read_words, repeated_flags
 from .data_lists import words_of_files
 from .fields import MAX_RANKS
+from .ignored import ignored_notes
 from .limits import FieldType, field_types
-from .megatron_flags import idle_note, megatron_options, translate
+from .megatron_flags import Kind, idle_note, megatron_options, translate
 from .megatron_precision import SWITCHES, Chosen, chosen_precision
 from .megatron_settings import as_megatron_settles, evaluation_note, precision_note, unread_settings
 from .schema import Config
@@ -167,8 +168,10 @@ def parse_command_line(
     sections = _field_types()
     types = {name: kind for fields in sections.values() for name, kind in fields.items()}
     translation = translate(words)
-    others = [name for option in megatron_options().values() for name in option.names]
-    given, problems = read_words(translation.words, {**types, **SWITCHES, **_BESIDE}, others)
+    options = megatron_options().values()
+    others = [name for option in options if option.kind is not Kind.CANNOT for name in option.names]
+    refused = [name for option in options if option.kind is Kind.CANNOT for name in option.names]
+    given, problems = read_words(translation.words, {**types, **SWITCHES, **_BESIDE}, others, refused)
     problems = [*translation.problems, *problems]
     paths = [path for one in given if one.name == "config" for path in one.words]
     base, stated = _with_files(paths, base)
@@ -192,7 +195,7 @@ def parse_command_line(
     unread = unread_settings(config)
     idle = [*translation.idle, *dict.fromkeys(one.flag for one in given if one.name in unread)]
     notes = [*repeated_flags(given), *translation.renamed, *chosen.notes, *changes]
-    notes += filter(None, [evaluation_note(config)])
+    notes += [*filter(None, [evaluation_note(config)]), *ignored_notes(config)]
     if idle:
         notes.append(idle_note(idle))
     if "precision" not in stated:

@@ -36,7 +36,8 @@ class Option:
         names: all spellings, with their dashes.
         arity: words after it: ``0`` (a switch), ``1``, ``optional`` (one or none) or ``list`` (all of them).
         default: Megatron's default as it is written on a command line; empty if there is none.
-        source: the version of Megatron that has it: ``0.20`` or ``older``; ``MS-AMP`` for its GPT scripts.
+        source: the version of Megatron that has it: ``0.20`` or ``older``; ``fork`` for forks that publish scripts;
+            ``MS-AMP`` for its GPT scripts.
         kind: what happens to it.
         ours: with `Kind.DOES`, our flag, then either the word to give it (after an option without one) or pairs
             ``theirs=ours`` of values that differ. Empty: the option is a flag of ours by its own name.

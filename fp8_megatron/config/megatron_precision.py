@@ -1,6 +1,7 @@
 """The precision that Megatron's and MS-AMP's switches ask for.
 
---bf16 and --fp16 name the 16-bit type. A switch of FP8 beside them leaves FP8 on.
+--bf16 and --fp16 name the 16-bit type. A switch of FP8 beside them leaves FP8 on. --accumulate-allreduce-grads-in-fp32
+is --grad-accumulation-dtype fp32 of FP8.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SWITCHES: Mapping[str, FieldType] = MappingProxyType(
         "msamp": FieldType(bool),
         "msamp_opt_level": FieldType(str, ("O1", "O2", "O3")),
         "transformer_impl": FieldType(str, ("transformer_engine", "local")),
+        "accumulate_allreduce_grads_in_fp32": FieldType(bool),
     }
 )
 #: Flags that turn FP8 on, in the order in which one is named.
@@ -73,6 +75,14 @@ def chosen_precision(given: Mapping[str, tuple[str, ...]], base: PrecisionConfig
     is_megatrons = bool({"fp8_format", "fp8_hybrid", "fp8_e4m3"} & set(given))
     if is_megatrons and not has_files and given.get("fp8_recipe", ("delayed",)) == ("delayed",):
         settings |= {name: value for name, value in _MEGATRONS_RECIPE.items() if name not in given}
+    # Without FP8 gradients are added in FP32 anyway.
+    if "accumulate_allreduce_grads_in_fp32" in given and (precision or base.precision) == "fp8":
+        if given.get("grad_accumulation_dtype", ("fp32",)) != ("fp32",):
+            return _problem(
+                f"--accumulate-allreduce-grads-in-fp32 contradicts --grad-accumulation-dtype "
+                f"{given['grad_accumulation_dtype'][0]}; give one of them"
+            )
+        settings["grad_accumulation_dtype"] = "fp32"
     notes = []
     if "fp16" in given and fp8_flags:
         notes.append(f"--fp16 beside {fp8_flags[0]}: the 16-bit type of FP8 layers is BF16, without a loss scale")

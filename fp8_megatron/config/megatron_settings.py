@@ -6,11 +6,13 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any, TypeVar
 
+from .fields import MAX_COUNT
 from .limits import limit_problems
 from .precision import PrecisionConfig
-from .run_outputs import CheckpointConfig
-from .schema import Config
+from .run_outputs import CheckpointConfig, LoggingConfig
+from .schema import Config, TrainingConfig
 from .words import shortened
 
 #: Settings whose default is not Megatron's, and why. docs/from-megatron.md shows them.
@@ -37,6 +39,8 @@ _OF_TOKEN_FILES = (
     "null_tokenizer_eod_id",
 )
 
+_Section = TypeVar("_Section", TrainingConfig, CheckpointConfig, LoggingConfig)
+
 _SPLIT = re.compile(r"[\s'\"]*[0-9.]+(?:[\s'\"]*[,/][\s'\"]*[0-9.]+){0,2}[\s'\"]*")
 
 
@@ -44,7 +48,8 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
     """`config` with what Megatron changes in it, and one line for each change that a user may not expect.
 
     Sequence parallelism is off with one tensor-parallel rank. A split has three weights. No more layers keep transposes
-    than a stage has. A schedule of batches goes before --global-batch-size.
+    than a stage has. A schedule of batches goes before --global-batch-size. A block of no layers recomputes nothing.
+    Intervals of more steps than a run may have are cut.
     """
     notes = []
     parallel, precision = config.parallel, config.precision
@@ -54,6 +59,9 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
     layers = _layers_of_a_stage(config)
     if precision.keep_fp8_transpose_cache > layers:
         precision = dataclasses.replace(precision, keep_fp8_transpose_cache=layers)
+    if parallel.ddp_bucket_size > MAX_COUNT:
+        notes.append(f"ddp_bucket_size({parallel.ddp_bucket_size}) is {MAX_COUNT} here, the largest bucket")
+        parallel = dataclasses.replace(parallel, ddp_bucket_size=MAX_COUNT)
     training = config.training
     if training.step_batch_size_schedule and training.global_batch_size is not None:
         notes.append(
@@ -61,6 +69,18 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
             f"read"
         )
         training = dataclasses.replace(training, global_batch_size=None)
+    recomputed = (training.recompute_granularity, training.recompute_method, training.recompute_num_layers)
+    if recomputed == ("full", "block", 0):
+        notes.append("recompute_num_layers(0) with recompute_method(block): no layer is recomputed")
+        training = dataclasses.replace(
+            training, recompute_granularity=None, recompute_method=None, recompute_num_layers=None
+        )
+    training = _within_reach(training, "eval_interval", "exit_interval")
+    config = dataclasses.replace(
+        config,
+        checkpoint=_within_reach(config.checkpoint, "save_interval"),
+        logging=_within_reach(config.logging, "log_interval"),
+    )
     data = dataclasses.replace(config.data, split=three_weights(config.data.split))
     config = dataclasses.replace(config, parallel=parallel, precision=precision, training=training, data=data)
     if training.skip_train:
@@ -72,6 +92,13 @@ def as_megatron_settles(config: Config) -> tuple[Config, list[str]]:
         shown = "shown alone" if folder is None else f"shown and added to evaluations.jsonl of {shortened(folder)}"
         notes.append(f"skip_train: nothing is trained or saved; losses are {shown}, TensorBoard and W&B get none")
     return config, notes
+
+
+def _within_reach(section: _Section, *names: str) -> _Section:
+    """`section` with intervals that no run reaches, as scripts give them for never, as the largest ones."""
+    values = {name: getattr(section, name) for name in names}
+    far: dict[str, Any] = {name: MAX_COUNT for name, value in values.items() if value is not None and value > MAX_COUNT}
+    return dataclasses.replace(section, **far)
 
 
 def _only_loading(checkpoint: CheckpointConfig) -> CheckpointConfig:

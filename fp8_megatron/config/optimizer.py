@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from .fields import (
+    UNSET,
     BelowOne,
     Count,
     CountOrZero,
     NotNegative,
     OptionalCount,
     OptionalFraction,
+    OptionalIndex,
     OptionalNotNegative,
     OptionalPositive,
+    OptionalSamples,
     Positive,
+    SamplesOrZero,
     Switch,
 )
 
@@ -41,18 +45,18 @@ class OptimizerConfig:
     """Length of the linear warm-up, as a fraction of the decay's length. Replaces --lr-warmup-iters and -samples."""
     lr_warmup_iters: CountOrZero = 0
     """Linear warm-up steps. If --train-iters is too short, the warm-up ends one step before the last."""
-    lr_warmup_samples: CountOrZero = 0
+    lr_warmup_samples: SamplesOrZero = 0
     """Linear warm-up in samples, with --train-samples."""
     lr_warmup_init: NotNegative = 0.0
     """Learning rate at the start of the warm-up."""
     lr_decay_iters: OptionalCount = None
     """Step at which the decay ends. Default: train-iters."""
-    lr_decay_samples: OptionalCount = None
+    lr_decay_samples: OptionalSamples = None
     """Samples after which the decay ends, with --train-samples. Default: train-samples."""
-    lr_wsd_decay_iters: OptionalCount = None
-    """Steps of WSD's final decay."""
-    lr_wsd_decay_samples: OptionalCount = None
-    """Samples of WSD's final decay, with --train-samples."""
+    lr_wsd_decay_iters: OptionalIndex = None
+    """Steps of WSD's final decay; 0: there is none."""
+    lr_wsd_decay_samples: Annotated[SamplesOrZero | None, UNSET] = None
+    """Samples of WSD's final decay, with --train-samples; 0: there is none."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay."""
     override_opt_param_scheduler: Switch = False

@@ -74,6 +74,8 @@ def recompute_problem(config: Config) -> str | None:
     stage = "virtual pipeline stage" if layout.is_interleaved else "pipeline stage"
     if count is None:
         return None
+    if count == 0:
+        return f"recompute_method({method}) with recompute_num_layers(0) recomputes nothing; give at least 1"
     if method != "uniform":
         most = sizes[-1]
         return (

@@ -60,13 +60,12 @@ class PrecisionConfig:
     """Update each linear weight in backward, as soon as its gradient is computed. Gradients of linear weights are then
     not stored. Needs one data-parallel rank, one micro-batch per step and --clip-grad 0."""
     grad_accumulation: Literal["sharded", "local"] = "sharded"
-    """How several replicas accumulate gradients of several micro-batches. sharded: reduce each micro-batch into an FP32
-    shard (4 / replicas bytes per parameter). local: accumulate on each rank and reduce once per step (less traffic,
-    more memory)."""
+    """How several replicas accumulate gradients of several micro-batches. sharded: reduce each micro-batch into the
+    rank's shard. local: accumulate on each rank and reduce once per step (less traffic, more memory)."""
     grad_accumulation_dtype: Annotated[Literal["fp32", "bf16"] | None, UNSET] = None
     """Dtype in which FP8 weight gradients are accumulated over micro-batches. fp32 takes 4 bytes per parameter, bf16
-    2; a shard takes 1 / replicas of that. Default: fp32 for shards of several replicas and for more than 32
-    micro-batches, otherwise bf16."""
+    2; a shard takes 1 / replicas of that. Default: bf16 for up to 32 micro-batches that a rank
+    adds, up to 16 that replicas reduce one by one; fp32 for more."""
     keep_fp8_transpose_cache: LayersOrZero = 0
     """Number of layers per pipeline stage that keep transposed FP8 weights for all micro-batches of a step. It takes
     one byte per parameter. Other layers transpose in each backward."""

@@ -61,9 +61,17 @@ def _check_te(config: Config, *, on_this_machine: bool) -> Iterator[str]:
 
 
 def _check_without_fp8(precision: PrecisionConfig) -> Iterator[str]:
-    for name in ("params_dtype", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+    """Check that dtypes are not given, but for those of Megatron's optimizer that are what there is anyway."""
+    formats = precision.formats
+    same = {
+        "main_params_dtype": formats.master_weight,
+        "main_grads_dtype": formats.main_grad,
+        "exp_avg_dtype": formats.exp_avg,
+        "exp_avg_sq_dtype": formats.exp_avg_sq,
+    }
+    for name in ("params_dtype", *same):
         dtype = getattr(precision, name)
-        if dtype is not None:
+        if dtype is not None and (name not in same or getattr(same[name], "value", None) != dtype.value):
             yield f"{name}({dtype.value}) has no effect under precision({precision.precision}); drop it or use fp8"
     if precision.fp8_lm_head:
         yield (

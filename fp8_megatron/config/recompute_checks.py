@@ -56,7 +56,7 @@ def offload_problems(config: Config) -> Iterator[str]:
     if count > most:
         stage = "virtual pipeline stage" if layout.is_interleaved else "pipeline stage"
         yield f"{name} > {most} layers of a {stage}; choose at most {most}"
-    elif method == "uniform" and group is not None and count % group:
+    elif method == "uniform" and group and count % group:
         yield (
             f"{name} % recompute_num_layers({group}) = {count % group}: recomputed chunks are offloaded whole; choose "
             f"{count // group * group or group}, or recompute_num_layers 1"

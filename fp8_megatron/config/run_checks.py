@@ -103,13 +103,13 @@ def _check_evaluation_data(config: Config) -> Iterator[str]:
     if data.train_data_path:
         if data.split != DataConfig().split:
             yield f"split({data.split}) cuts data_path, but train_data_path is given; drop split"
-        if training.validates and not data.valid_data_path:
+        if training.reads_validation_data and not data.valid_data_path:
             yield f"{cause} with train_data_path needs valid_data_path; give it {or_else}".rstrip()
         return
     weights = _weights(data.split.split(","))
     if len(weights) != 3 or min(weights) < 0 or weights[0] == 0 or not math.isfinite(sum(weights)):
         yield f"split({data.split}) is not three weights train,validation,test; write for example 969,31,0"
-    elif data.data_path and training.validates and weights[1] == 0:
+    elif data.data_path and training.reads_validation_data and weights[1] == 0:
         when = cause if training.skip_train else f"every {cause} steps"
         yield f"split({data.split}) leaves nothing to validate on {when}; raise its second weight, {or_else}".rstrip(
             ", "
@@ -128,6 +128,8 @@ def _check_blends(data: DataConfig) -> Iterator[str]:
     """Check the weights of blends, weight prefix weight prefix …, where the first word is a number."""
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(data, name)
+        if len(words) == 1 and _weights(words[0].split()[:1]) and len(words[0].split()) > 1:
+            yield f"{name}({shortened(words[0])}) is one word with spaces; drop the quotes around the blend"
         if len(words) < 2 or not _weights(words[:1]):
             continue
         weights = _weights(words[::2])
@@ -141,14 +143,10 @@ def _check_blends(data: DataConfig) -> Iterator[str]:
 def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
-        names = ("save_interval", "keep_last", "save_retain_interval", "async_save", "allow_foreign_checkpoints")
-        for name in (*names, "non_persistent_save_interval"):
+        for name in ("keep_last", "allow_foreign_checkpoints"):
             value = getattr(checkpoint, name)
             if value is not None and value is not False:
                 yield f"{name}({value}) needs a folder to save into; give --save"
-        for name in ("save_optim", "save_rng"):
-            if not getattr(checkpoint, name):
-                yield f"no_{name} has no effect without save; give --save"
         if checkpoint.ckpt_state_dtype != "native":
             yield f"ckpt_state_dtype({checkpoint.ckpt_state_dtype}) needs a folder to save into; give --save"
     elif checkpoint.save_retain_interval is not None and checkpoint.save_interval is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .batch_schedule import BatchSchedule
+from .fields import MAX_COUNT
 from .learning_rate import LearningRateSchedule
 from .schema import Config
 from .words import flag_name, shortened, whole_number
@@ -62,9 +63,13 @@ def _check_units(config: Config) -> Iterator[str]:
 
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
     samples = config.training.train_samples
-    if samples is not None and config.train_iters(world_size) == 0:
-        first = config.batch_schedule(world_size).batch_size(0)
+    if samples is None:
+        return
+    steps, first = config.train_iters(world_size), config.batch_schedule(world_size).batch_size(0)
+    if steps == 0:
         yield f"train_samples({samples}) are fewer than one global batch of {first}; raise it"
+    elif steps > MAX_COUNT:
+        yield f"train_samples({samples}) are {steps} steps, more than {MAX_COUNT}; choose a larger global_batch_size"
 
 
 def _check_warmup(config: Config) -> Iterator[str]:

@@ -25,7 +25,8 @@ from .fields import (
     OptionalCount,
     OptionalIndex,
     OptionalLayers,
-    OptionalPositive,
+    OptionalNotNegative,
+    OptionalSamples,
     Processes,
     Ranks,
     Switch,
@@ -238,7 +239,7 @@ class TrainingConfig:
     They differ if micro-batches mask different numbers of tokens."""
     train_iters: OptionalCount = None
     """Number of optimizer steps. Give this or --train-samples."""
-    train_samples: OptionalCount = None
+    train_samples: OptionalSamples = None
     """Number of training samples. The learning-rate schedule then counts samples, too: --lr-decay-samples …"""
     iterations_to_skip: Words = ()
     """Iterations, counted from 1, whose data is skipped. They train nothing and do not move the schedule."""
@@ -256,10 +257,10 @@ class TrainingConfig:
     """Evaluate the checkpoint of --load on the validation and test data, and end. Nothing is trained or saved."""
     seed: CountOrZero = 1234
     """Seed of initialisation, data order and dropout. The initial weights do not depend on the parallel layout."""
-    exit_interval: OptionalCount = None
-    """Save and stop at the next iteration that is a multiple of this."""
-    exit_duration_in_mins: OptionalPositive = None
-    """Save and stop after this many minutes, counted from before data and model are built and loaded."""
+    exit_interval: OptionalIndex = None
+    """Save and stop at the next iteration that is a multiple of this. 0: do not."""
+    exit_duration_in_mins: OptionalNotNegative = None
+    """Save and stop after this many minutes, counted from before data and model are built and loaded. 0: do not."""
     max_skipped_steps: Count = 20
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
     loss_spike_threshold: NotNegative = 10.0
@@ -289,8 +290,8 @@ class TrainingConfig:
     MLP. layernorm: norms under --precision te. FP8 layers always recompute norms; 16-bit layers never do."""
     recompute_method: Annotated[Literal["uniform", "block"] | None, UNSET] = None
     """Which layers full recomputation covers; see --recompute-num-layers."""
-    recompute_num_layers: OptionalLayers = None
-    """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block)."""
+    recompute_num_layers: Annotated[LayersOrZero | None, UNSET] = None
+    """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block; 0: none)."""
     cpu_offloading_num_layers: LayersOrZero = 0
     """This many first layers of each (virtual) stage keep their activations for backward on the host. Copies run during
     the computation of other layers. With full recomputation only the layers' inputs are kept."""
@@ -304,6 +305,11 @@ class TrainingConfig:
     def validates(self) -> bool:
         """Whether held-out data is read."""
         return self.eval_interval > 0 or self.skip_train
+
+    @property
+    def reads_validation_data(self) -> bool:
+        """Whether a validation has batches."""
+        return self.validates and (self.eval_iters > 0 or self.full_validation)
 
     @property
     def left_out(self) -> frozenset[int]:

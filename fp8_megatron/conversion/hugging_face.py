@@ -155,6 +155,7 @@ def _norm_rules(key_prefix: str, name_prefix: str, parts: Sequence[str]) -> list
 
 
 def _gpt2_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
+    """Of GPT-2. Its ``Conv1D`` has weights [in, out]; its query, key and value are one tensor."""
     heads, layer, both = Heads.of(model), "transformer.h.{}.", ("weight", "bias")
 
     def linear(key_prefix: str, name: str) -> list[Rule]:
@@ -196,6 +197,11 @@ def _gpt2_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
 def _llama_rules(
     model: ModelConfig, vocab_size: int, *, attention_bias: bool, mlp_bias: bool, has_projection_bias: bool
 ) -> list[Rule]:
+    """Of Llama, Mistral, Qwen2 and Qwen3.
+
+    Args:
+        has_projection_bias: with QKV biases alone, theirs have a bias of the output projection too. It is zero.
+    """
     heads, layer = Heads.of(model), "model.layers.{}."
 
     def linear(key_prefix: str, modules: Sequence[str], has_bias: bool, *functions: Callable) -> list[Rule]:

@@ -110,7 +110,7 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
     if data.mock_data:
         return
     read = {"--data-path": data.data_path, "--train-data-path": data.train_data_path}
-    if training.validates and (training.eval_iters > 0 or training.full_validation):
+    if training.reads_validation_data:
         read |= {"--valid-data-path": data.valid_data_path, "--test-data-path": data.test_data_path}
     for flag, words in read.items():
         for prefix in Blend.parse(flag, words).prefixes:

@@ -121,7 +121,7 @@ class ModelChunk:
 
 def build_model(
     config: Config,
-    vocab_size: int,
+    padded_vocab_size: int,
     topology: Topology,
     device: torch.device,
     new_recipe: Callable[[], Recipe],
@@ -131,7 +131,7 @@ def build_model(
     """This rank's model chunks, uninitialised (see `initialization`).
 
     Args:
-        vocab_size: padded to a multiple of the tensor-parallel size.
+        padded_vocab_size: a multiple of the tensor-parallel size.
         new_recipe: called once per chunk.
         unpadded_vocab_size: tokens of the vocabulary. The loss leaves later columns out. None: no padding.
     """
@@ -140,7 +140,7 @@ def build_model(
         transformer_config(config, device),
         topology,
         device,
-        vocab_size,
+        padded_vocab_size,
         unpadded_vocab_size,
         rotary_table(config.model, device, topology.sequence_part),
     )
@@ -162,7 +162,7 @@ class _ChunkBuilder:
 
     Attributes:
         settings: megatron-core's view of `config`.
-        vocab_size, unpadded_vocab_size: see `build_model`.
+        padded_vocab_size, unpadded_vocab_size: see `build_model`.
         table: RoPE's angles, for all chunks; None: there is no such table.
     """
 
@@ -170,7 +170,7 @@ class _ChunkBuilder:
     settings: TransformerConfig
     topology: Topology
     device: torch.device
-    vocab_size: int
+    padded_vocab_size: int
     unpadded_vocab_size: int | None
     table: RotaryTable | None
 
@@ -224,7 +224,7 @@ class _ChunkBuilder:
         return model_class(
             self.settings,
             submodules,
-            vocab_size=self.vocab_size,
+            vocab_size=self.padded_vocab_size,
             max_sequence_length=model.max_position_embeddings or model.seq_length,
             pre_process=is_vp_first_stage(vp_stage, virtual) and topology.is_first_stage,
             post_process=is_vp_last_stage(vp_stage, virtual) and topology.is_last_stage,

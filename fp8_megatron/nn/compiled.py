@@ -95,9 +95,18 @@ def _linear(
     evaluates: bool,
     scales_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and the input's columns for wgrad with their scale.
+    """y [T, N] in `dtype`, and what wgrad takes of the input: its transpose E4M3 [K, T] with scales FP32.
 
-    Both are empty if not `keeps_input`, and with `scales_rows`, whose wgrad takes the input itself.
+    The scales are [1], or [T / `GEMM_BLOCK`, K] with blocks. Both are empty if not `keeps_input`, and with
+    `scales_rows`, whose wgrad takes the input itself.
+
+    Args:
+        x: [T, K].
+        token: of the layer (`new_token`).
+        bias: [N].
+        out_features, has_blocks: what the shapes of the result follow from, for the fake operator.
+        evaluates: the layer's casts leave no amax behind (`CompilableLayer.evaluates`).
+        scales_rows: each row of the output's gradient has a scale of its own (`row_scaled`).
     """
     linear = _params(token, bias, evaluates)
     if keeps_input:
@@ -142,9 +151,12 @@ def _linear_backward(
     evaluates: bool,
     scales_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`.
+    """Gradients of the input [T, K], of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`.
+
+    A gradient that nobody needs is empty.
 
     Args:
+        grad_output: [T, N].
         kept: the input's columns, with `scale`; with `scales_rows` the input [T, K]; empty: no gradient of the weight.
         call: empty, and no other call's.
 

@@ -237,6 +237,11 @@ class FP8Linear(torch.nn.Linear):
 
     def _gemms(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         """x·Wᵀ + bias in `dtype`."""
+        if self.scales_grad_rows and not self.quantizers.grad_output.format.has_one_scale:
+            raise UserError(
+                f"{self.name}: scales_grad_rows(True) is not for the blockwise recipe, whose blocks have scales within "
+                f"each row: leave it False"
+            )
         if not torch.compiler.is_compiling():
             if torch._C._are_functorch_transforms_active():
                 raise UserError(

@@ -59,6 +59,8 @@ def backward(
     shape, dtype, format = grad_output.shape, grad_output.dtype, linear.quantizers.grad_output.format
     grad = as_matrix(as_whole_rows(grad_output, format.size_multiple))
     amaxes = torch.linalg.vector_norm(grad, float("inf"), dim=1, keepdim=True)  # values of `grad`: dtype holds them
+    if linear.quantizers.grad_output.history is not None:  # which says where a step's first bad value was
+        linear.quantizers.grad_output.record(amaxes.amax().float().view(1))
     g = _cast(grad / torch.where(amaxes == 0, 1, amaxes), linear, transposed=x is not None)
     grad_input = grad_weight = None
     if needs_grad_input:

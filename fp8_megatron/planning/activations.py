@@ -74,7 +74,7 @@ def predict_peak(
     if replicas > 1:
         numel_of: dict[StorageDtype, int] = {}
         for storage, count in by_class.items():
-            dtype = stored.of_grads(storage, replicas).wire
+            dtype = stored.of_grads(storage).wire
             numel_of[dtype] = max(numel_of.get(dtype, 0), min(count, config.parallel.ddp_bucket_size))
         wire = sum(_WIRE_BUFFERS * dtype.itemsize * numel for dtype, numel in numel_of.items())
     layers = config.layers_of_stage(stage)
@@ -119,11 +119,10 @@ def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
     """Bytes that one layer keeps of each token of the micro-batch for its backward, on one rank.
 
     An FP8 layer keeps the two residual streams, queries, keys, values, attention's output and the MLP's input to its
-    activation in 16 bits. Norms of query and key keep their inputs, RoPE nothing; with heads exchanged over ranks the
-    projection keeps its input in FP8. A 16-bit layer also keeps the outputs
-    of both norms and of the activation. What --recompute-modules names is left out; attention's output stays, as the
-    projection needs it. Transformer Engine's layers keep FP8 copies of some of these; they are counted as a 16-bit
-    layer, which is an upper bound.
+    activation in 16 bits. Norms of query and key keep their inputs, RoPE nothing. With heads exchanged over ranks the
+    projection keeps its input in FP8. A 16-bit layer also keeps the outputs of both norms and of the activation. What
+    --recompute-modules names is left out; attention's output stays, as the projection needs it. Transformer Engine's
+    layers keep FP8 copies of some of these; they are counted as a 16-bit layer, which is an upper bound.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     recomputed = config.training.recomputed_modules

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..config.checks import ConfigError, check_config
 from ..config.schema import Config, ParallelConfig
 from .activations import PeakBytes, predict_peak
-from .speed import StepSeconds, has_rates, predict_step
+from .speed import H200, GpuRates, StepSeconds, has_rates, predict_step
 from .vocabulary import padded_vocab_size
 
 #: The largest share of a GPU's memory that a predicted peak may take. Prediction and peak differ by up to 2.5%, and the
@@ -42,12 +42,14 @@ class Cluster:
         gpus_per_node: tensor-parallel ranks share a node.
         memory_bytes: of one GPU.
         network_bytes: bytes/s that a GPU sends to GPUs of other nodes.
+        rates: of one GPU.
     """
 
     gpus: int
     gpus_per_node: int
     memory_bytes: float
     network_bytes: float
+    rates: GpuRates = H200
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a last node with fewer GPUs than the others."""
@@ -202,6 +204,7 @@ def _fitted(config: Config, cluster: Cluster, records: bool) -> Layout | None:
                     world_size=cluster.gpus,
                     gpus_per_node=cluster.gpus_per_node,
                     network_bytes=cluster.network_bytes,
+                    rates=cluster.rates,
                 )
             return Layout(config, stage, peak, with_recording, step)
     return None

@@ -123,7 +123,7 @@ def _by_class(counts: ParameterCounts, config: Config, layers: Sequence[int]) ->
 
 
 def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: int) -> StorageBytes:
-    formats, grads = stored.of_state(storage), stored.of_grads(storage, replicas)
+    formats, grads = stored.of_state(storage), stored.of_grads(storage)
     is_own_master = formats.master_weight is None
     master = formats.master_weight or formats.weight
     gradients = [] if replicas == 1 else [(grads.shard, count // replicas)]

@@ -1,4 +1,4 @@
-"""Time of a step, from the configuration and rates that were measured on one GPU.
+"""Time of a step, from the configuration and the rates of a GPU.
 
 GEMMs and attention count FLOPs, all other kernels count elements. Communication that fits beside backward is hidden.
 The host is taken to be fast enough: a step that waits for it is recorded as a CUDA graph.
@@ -6,7 +6,7 @@ The host is taken to be fast enough: a step that waits for it is recorded as a C
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config.schema import Config
 from ..formats import StorageDtype
@@ -36,7 +36,7 @@ class ElementRates:
 
 @dataclass(frozen=True)
 class GpuRates:
-    """What one GPU does; `H200` says where each figure comes from.
+    """What one GPU does; `H200` and `H100` say where each figure comes from.
 
     Attributes:
         fp8_gemm_flops, half_gemm_flops: FLOP/s of GEMMs in a training step.
@@ -79,6 +79,23 @@ class GpuRates:
     exchange: dict[int, float]
     nccl_exchange: dict[int, float]
 
+    def with_memory(self, share: float) -> GpuRates:
+        """The same GPU, with memory that moves `share` times as many bytes/s: all kernels but GEMMs and attention wait
+        for it."""
+
+        def slower(rates: ElementRates) -> ElementRates:
+            return ElementRates(**{name: seconds / share for name, seconds in vars(rates).items()})
+
+        names = ["fp8_other", "half_stream", "loss", "received", "transpose"]
+        names += ["fp8_update", "moments_update", "split_update", "half_update"]
+        return replace(
+            self,
+            delayed=slower(self.delayed),
+            tensorwise=slower(self.tensorwise),
+            copied=self.copied * share,
+            **{name: getattr(self, name) / share for name in names},
+        )
+
 
 #: Figures of benchmarks/results; `tests/planning/test_speed.py` derives them again. GEMMs, attention and node_bytes are
 #: of profiled steps: FP8 and width 128 of GPT-7B (gpt7b_4h200_residual_in_gemm.json), width 64 of GPT-345M
@@ -115,6 +132,10 @@ H200 = GpuRates(
 )
 
 
+#: The same chip with slower memory: 3.35 and 4.8 TB/s by NVIDIA's data sheets.
+H100 = H200.with_memory(3.35 / 4.8)
+#: By the name of the GPU.
+RATES = {"h100": H100, "h200": H200}
 #: Attention's forward over forward and backward (attention_h200.json).
 _ATTENTION_FORWARD = 0.25
 #: Below this, GPT-345M's steps of 4 sequences took 23 to 27% longer than predicted (docs/planning.md).
@@ -151,14 +172,16 @@ class StepSeconds:
         return sum(vars(self).values())
 
 
-def unmeasured(config: Config, *, world_size: int, gpus_per_node: int) -> list[str]:
+def unmeasured(config: Config, *, world_size: int, gpus_per_node: int, rates: GpuRates = H200) -> list[str]:
     """What of a configuration no recorded step time vouches for, in words."""
     parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    exchanges = tp > 1 or parallel.context_parallel_size > 1
     return [
         text
         for text, applies in (
             ("more than one node", world_size > gpus_per_node),
-            ("virtual pipeline stages", config.pipeline_layout.is_interleaved),
+            ("tensor and context parallelism on H100", exchanges and rates is H100),
+            ("more than two virtual stages on each rank", (config.pipeline_layout.virtual_size or 1) > 2),
             (f"tensor-parallel size {tp}", tp > max(H200.nccl_exchange)),
             (
                 f"context parallelism by {parallel.cp_comm_type}",
@@ -383,7 +406,7 @@ def _update(
     stored, seconds = model_storage(config.precision, num_micro_batches), 0.0
     for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage).items():
         in_fp8 = config.precision.is_fp8 and storage is StorageClass.LINEAR
-        grads = stored.of_grads(storage, replicas)
+        grads = stored.of_grads(storage)
         sends_each = in_fp8 and replicas > 1 and not grads.adds_locally
         received = (num_micro_batches if sends_each else 1) * rates.received if replicas > 1 else 0.0
         seconds += count / replicas * ((_fp8_update(config, rates) if in_fp8 else rates.half_update) + received)

@@ -40,7 +40,7 @@ def predict_wire_bytes(config: Config, padded_vocab_size: int, *, world_size: in
     stored = model_storage(config.precision, num_micro_batches)
     gradients = weights = 0.0
     for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage).items():
-        grads = stored.of_grads(storage, replicas)
+        grads = stored.of_grads(storage)
         per_element = grads.wire.itemsize + (4 / GRAD_BLOCK if grads.wire is StorageDtype.FP8 else 0)
         reductions = 1 if grads.adds_locally else num_micro_batches
         gradients += reductions * count * per_element

@@ -96,9 +96,13 @@ class Quantizer:
         amax = source.amax()
         if sync is not None:
             sync(amax)
-        if history is not None and history.record is not None:
-            history.raise_amax(self.slot, amax)
+        self.record(amax)
         return source.quantize(format, ops.scale_from_amax(amax, format.dtype, power_of_two=format.power_of_two))
+
+    def record(self, amax: Tensor) -> None:
+        """Record an amax FP32 [1] of this step, if there is a history: of a cast that takes another scale."""
+        if self.history is not None and self.history.record is not None:
+            self.history.raise_amax(self.slot, amax)
 
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
         """The delayed scale FP32 [1], and where to record what the cast saw; None if the values give the scale."""

@@ -14,6 +14,9 @@ from typing import Any
 
 from .metrics_file import METRICS_FILE, read_records
 
+#: A run of a comparison: its level and its seed.
+RunKey = tuple[str, int]
+
 #: Steps left out of the speed: compilation, library start-up, the recording of steps.
 WARM_UP_STEPS = 10
 #: Points of a stored training curve; each is the mean of the steps since the one before.

@@ -166,7 +166,7 @@ def build_grad_buffer(
     space: ParamSpace, storage: ModelStorage, exchange: Exchange, staging: StagingPools
 ) -> GradBuffer:
     """The gradient buffer that a space's storage and replicas ask for."""
-    formats = storage.of_grads(space.storage, space.replicas.size, space.dtype)
+    formats = storage.of_grads(space.storage, space.dtype)
     if space.replicas.size > 1:
         return _build_sharded(space, formats, exchange, staging, storage.num_micro_batches)
     if not formats.is_released:

@@ -9,9 +9,12 @@ import torch
 from ..formats import LEVELS, StorageDtype, StorageFormats
 from .partition import StorageClass
 
-#: The most micro-batches that are added in BF16 by default. Sums of 32 equal gradients, the worst case, keep 36 dB, of
-#: 64 they keep 30 dB, of 256 21 dB (`tools/compare_reductions.py`). FP32 keeps 150 dB of 1,024.
+#: The most micro-batches that a rank adds in BF16 by default. Sums of 32 equal gradients, the worst case, keep 36 dB,
+#: of 64 they keep 30 dB, of 256 21 dB (`tools/compare_reductions.py`). FP32 keeps 150 dB of 1,024.
 MAX_BF16_MICRO_BATCHES = 32
+#: The same of micro-batches that several replicas reduce one by one. Of 16 equal gradients BF16 keeps the 31 dB that
+#: E4M3 leaves of one, of 32 it keeps 29 dB.
+MAX_BF16_REDUCTIONS = 16
 
 #: How plain parameters that keep their dtype are stored.
 _STORAGE_OF = {
@@ -51,8 +54,8 @@ class ModelStorage:
             16-bit tensors with FP32 gradients.
         num_micro_batches: gradients that each parameter receives per step.
         adds_locally: FP8 weight gradients of several micro-batches are added up on each rank, then reduced once a step.
-        accumulator: dtype in which FP8 weight gradients are added. None: BF16 for up to `MAX_BF16_MICRO_BATCHES` on one
-            replica, or where each replica adds its own; else FP32.
+        accumulator: dtype in which FP8 weight gradients are added. None: BF16 for up to `MAX_BF16_MICRO_BATCHES`, in a
+            shard up to `MAX_BF16_REDUCTIONS`; else FP32.
         releases_gradients: linear weights are updated during backward.
     """
 
@@ -63,8 +66,8 @@ class ModelStorage:
     accumulator: StorageDtype | None = None
     releases_gradients: bool = False
 
-    def of_grads(self, storage: StorageClass, num_replicas: int, dtype: torch.dtype | None = None) -> GradFormats:
-        """Storage of the gradients of one space that `num_replicas` ranks replicate.
+    def of_grads(self, storage: StorageClass, dtype: torch.dtype | None = None) -> GradFormats:
+        """Storage of the gradients of one space.
 
         Args:
             dtype: the dtype that the space's parameters keep (`ParamSpace.dtype`). Their gradients have it too.
@@ -75,8 +78,8 @@ class ModelStorage:
             return GradFormats(own, StorageDtype.FP32, wire, adds_locally=True, is_released=False)
         is_linear = storage is StorageClass.LINEAR
         return GradFormats(
-            local=self._local_grad(storage, num_replicas),
-            shard=self.accumulator if is_linear and self.accumulator is not None else StorageDtype.FP32,
+            local=self._local_grad(storage),
+            shard=self._shard() if is_linear and self.has_fp8_layers else StorageDtype.FP32,
             wire=self._wire(storage),
             adds_locally=self._adds_locally(storage),
             is_released=self.releases_gradients and is_linear,
@@ -100,6 +103,14 @@ class ModelStorage:
         if storage is StorageClass.VECTOR or not self.has_fp8_layers:
             return StorageFormats(bf16 if self.has_fp8_layers else formats.weight, fp32, fp32, fp32, fp32)
         return StorageFormats(bf16, bf16, self._master_of_matrix(), formats.exp_avg, formats.exp_avg_sq)
+
+    def _sum(self, is_long: bool) -> StorageDtype:
+        return self.accumulator or (StorageDtype.FP32 if is_long else StorageDtype.BF16)
+
+    def _shard(self) -> StorageDtype:
+        """Storage of a linear weight's means over replicas, and of their sum."""
+        num_reductions = 1 if self._adds_locally(StorageClass.LINEAR) else self.num_micro_batches
+        return self._sum(num_reductions > MAX_BF16_REDUCTIONS)
 
     def _master_of_matrix(self) -> StorageDtype:
         """Storage of the master of a matrix in 16 bits."""
@@ -131,15 +142,12 @@ class ModelStorage:
             return StorageDtype.FP32
         return self.formats.main_grad if storage is StorageClass.LINEAR else StorageDtype.BF16
 
-    def _local_grad(self, storage: StorageClass, num_replicas: int) -> StorageDtype:
+    def _local_grad(self, storage: StorageClass) -> StorageDtype:
         if storage is StorageClass.VECTOR or not self.has_fp8_layers:
             return StorageDtype.FP32
         main_grad = self.formats.main_grad if storage is StorageClass.LINEAR else StorageDtype.BF16
         if self.num_micro_batches == 1:
             return main_grad
-        in_shards = num_replicas > 1 and not self.adds_locally
-        is_long = in_shards or self.num_micro_batches > MAX_BF16_MICRO_BATCHES
-        accumulator = self.accumulator or (StorageDtype.FP32 if is_long else StorageDtype.BF16)
-        if storage is StorageClass.MATRIX or main_grad is StorageDtype.FP8:
-            return accumulator
-        return accumulator if is_long and main_grad is StorageDtype.BF16 else main_grad
+        if main_grad not in (StorageDtype.FP8, StorageDtype.BF16):
+            return main_grad
+        return self._sum(self.num_micro_batches > MAX_BF16_MICRO_BATCHES)

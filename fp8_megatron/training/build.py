@@ -49,7 +49,7 @@ class TrainingState:
     schedule: RunSchedule
     num_micro_batches: int
     """Of a step; of a batch that grows, the most."""
-    vocab_size: int
+    padded_vocab_size: int
     sampler: CastSampler | None = None
     """Measures single casts on sampled steps; None without --fp8-health-interval or FP8 layers."""
 
@@ -67,7 +67,7 @@ class TrainingState:
             self.topology,
             self.device,
             vocab_size=unpadded_vocab_size,
-            padded_vocab_size=self.vocab_size,
+            padded_vocab_size=self.padded_vocab_size,
         )
 
 
@@ -83,7 +83,7 @@ class TrainableModel:
 
 def build_trainable_model(
     config: Config,
-    vocab_size: int,
+    padded_vocab_size: int,
     topology: Topology,
     device: torch.device,
     num_micro_batches: int,
@@ -93,12 +93,14 @@ def build_trainable_model(
     """Build and initialise the model and its optimizer on this rank, inside `runtime`.
 
     Args:
-        vocab_size: padded vocabulary.
+        padded_vocab_size: rows of the embedding over all tensor-parallel ranks.
         num_micro_batches: gradients each parameter will receive per step.
         unpadded_vocab_size: see `build_model`.
     """
     new_recipe = partial(build_recipe, config.precision, has_probes=config.logging.fp8_health_interval > 0)
-    chunks = build_model(config, vocab_size, topology, device, new_recipe, unpadded_vocab_size=unpadded_vocab_size)
+    chunks = build_model(
+        config, padded_vocab_size, topology, device, new_recipe, unpadded_vocab_size=unpadded_vocab_size
+    )
     storage, exchange = model_storage(config.precision, num_micro_batches), build_exchange(config)
     staging = StagingPools()
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
@@ -144,7 +146,7 @@ def build_trainable_model(
 
 def build_training_state(
     config: Config,
-    vocab_size: int,
+    padded_vocab_size: int,
     topology: Topology,
     device: torch.device,
     *,
@@ -153,12 +155,12 @@ def build_training_state(
     """Build and initialise everything on this rank.
 
     Args:
-        vocab_size: padded vocabulary.
+        padded_vocab_size: rows of the embedding over all tensor-parallel ranks.
         unpadded_vocab_size: see `build_model`.
     """
     num_micro_batches = config.num_micro_batches(topology.world_size)
     built = build_trainable_model(
-        config, vocab_size, topology, device, num_micro_batches, unpadded_vocab_size=unpadded_vocab_size
+        config, padded_vocab_size, topology, device, num_micro_batches, unpadded_vocab_size=unpadded_vocab_size
     )
     sampler: CastSampler | None = None
     if config.precision.is_fp8 and config.logging.fp8_health_interval > 0:
@@ -174,7 +176,7 @@ def build_training_state(
         optimizer=built.optimizer,
         schedule=RunSchedule(built.optimizer, config, topology.world_size),
         num_micro_batches=num_micro_batches,
-        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size,
         sampler=sampler,
     )
 

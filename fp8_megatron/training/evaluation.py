@@ -80,7 +80,7 @@ def evaluate_checkpoint(
     seed_everything(config.training.seed, device, tensor_parallel_rank=tensor_rank, pipeline_rank=pipeline_rank)
     data = open_run_data(config, topology)
     unpadded = data.unpadded_vocab_size
-    state = build_training_state(config, data.vocab_size, topology, device, unpadded_vocab_size=unpadded)
+    state = build_training_state(config, data.padded_vocab_size, topology, device, unpadded_vocab_size=unpadded)
     reached = source.load(state.resumable(unpadded)).iteration
     # A damaged one is passed over. With --finetune the iteration is 0.
     checkpoint = iteration_folder(source.root, reached or source.newest)

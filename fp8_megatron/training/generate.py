@@ -90,8 +90,8 @@ def generate_text(
 
 @torch.no_grad()
 def _load_model(config: Config, folder: Path, topology: Topology, device: torch.device) -> torch.nn.Module:
-    vocab_size = read_description(folder)["padded_vocab_size"]
-    (chunk,) = build_model(config, vocab_size, topology, device, partial(build_recipe, config.precision))
+    padded_vocab_size = read_description(folder)["padded_vocab_size"]
+    (chunk,) = build_model(config, padded_vocab_size, topology, device, partial(build_recipe, config.precision))
     params = named_parameters_of_model(chunk.module)
     placements = {
         name: placement_of(

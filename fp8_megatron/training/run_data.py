@@ -50,7 +50,7 @@ class RunData:
     config: Config
     topology: Topology
     datasets: Datasets
-    vocab_size: int
+    padded_vocab_size: int
     unpadded_vocab_size: int
     num_train_samples: int
     eod: int

@@ -60,7 +60,6 @@ class RunReport:
     """The reports of a run. Every rank makes one; the first rank writes.
 
     Args:
-        vocab_size: padded.
         resume_iteration: of the checkpoint that the run goes on from; 0 for none.
         total_iterations: the step at which the run ends.
         replaces_other_run: another run wrote into `output_dir` last.
@@ -73,7 +72,7 @@ class RunReport:
         topology: Topology,
         device: torch.device,
         *,
-        vocab_size: int,
+        padded_vocab_size: int,
         resume_iteration: int,
         total_iterations: int,
         replaces_other_run: bool = False,
@@ -81,9 +80,9 @@ class RunReport:
         self._config = config
         self._output_dir = output_dir
         self._topology = topology
-        self._vocab_size = vocab_size
+        self._padded_vocab_size = padded_vocab_size
         self._is_writer = topology.rank == 0
-        self._flops_per_token = model_flops_per_token(config.model, causal=False, padded_vocab_size=vocab_size)
+        self._flops_per_token = model_flops_per_token(config.model, causal=False, padded_vocab_size=padded_vocab_size)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak_flops = peak_flops(name, config.precision.precision)
         self._metrics = MetricsLogger(
@@ -107,7 +106,7 @@ class RunReport:
         memory = memory_table(
             measured_storage(state),
             self._config.precision.formats,
-            predicted=predict_memory(self._config, self._vocab_size, world_size=self._topology.world_size),
+            predicted=predict_memory(self._config, self._padded_vocab_size, world_size=self._topology.world_size),
             level=self._config.precision.level,
             num_optimizer_shards=self._topology.replicas.size,
         )

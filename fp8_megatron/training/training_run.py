@@ -115,7 +115,7 @@ class TrainingRun:
         self.data: RunData = open_run_data(config, topology)
         self._check_and_log_settings()
         self.state: TrainingState = build_training_state(
-            config, self.data.vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
+            config, self.data.padded_vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
         )
         self.resumable = self.state.resumable(self.data.unpadded_vocab_size)
         slot_names = slot_names_of_ranks(self.state)
@@ -145,8 +145,8 @@ class TrainingRun:
     def _check_and_log_settings(self) -> None:
         """Check that the run fits into memory and onto the disk, and log what it is."""
         config, topology = self.config, self.topology
-        check_memory(config, topology, self.around.device, self.data.vocab_size)
-        check_room(config, self.start, topology, self.data.vocab_size)
+        check_memory(config, topology, self.around.device, self.data.padded_vocab_size)
+        check_room(config, self.start, topology, self.data.padded_vocab_size)
         if self.is_writer:
             log_settings(config, topology.world_size)
             self.around.graph_choice.log()
@@ -157,7 +157,7 @@ class TrainingRun:
             self.around.output_dir,
             self.topology,
             self.around.device,
-            vocab_size=self.data.vocab_size,
+            padded_vocab_size=self.data.padded_vocab_size,
             resume_iteration=self.progress.iteration,
             total_iterations=self.total_iterations,
             replaces_other_run=self.around.replaces_other_run,
@@ -228,8 +228,8 @@ class TrainingRun:
         self.loop.consumed_samples += batch_size
         if self.config.checkpoint.saves_at(iteration):
             self.loop.due.append(iteration)
-        exit_interval = self.config.training.exit_interval
-        self.loop.end_is_due |= exit_interval is not None and iteration % exit_interval == 0
+        exit_interval = self.config.training.exit_interval or 0
+        self.loop.end_is_due |= exit_interval > 0 and iteration % exit_interval == 0
         return batch_size
 
     def _queue_step(self, iteration: int, batch_size: int) -> PendingStep:
@@ -336,8 +336,8 @@ class TrainingRun:
             return StopReason.LOST_FOLDER
         if received:
             return StopReason.SIGNAL
-        limit = self.config.training.exit_duration_in_mins
-        is_out_of_time = limit is not None and time.monotonic() - self.around.started > 60.0 * limit
+        limit = self.config.training.exit_duration_in_mins or 0.0
+        is_out_of_time = limit > 0 and time.monotonic() - self.around.started > 60.0 * limit
         return StopReason.DURATION if is_out_of_time else None
 
     def _new_check(self, iteration: int) -> PendingCheck | None:

@@ -57,7 +57,7 @@ class Linear(_Base):
         self, in_features: int, out_features: int, *, bias: bool = True, split: tuple[str, ...] = (), **settings: Any
     ) -> None:
         super().__init__(**settings)
-        self.use_bias = bias
+        self.use_bias, self.in_features, self.out_features = bias, in_features, out_features
         self.weight_names = [f"{part}_weight" for part in split] or ["weight"]
         self.bias_names = [f"{part}_bias" for part in split] or ["bias"]
         rows = out_features // len(self.weight_names)

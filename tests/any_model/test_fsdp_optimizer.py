@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8_megatron
@@ -295,6 +295,36 @@ def test_errors_name_the_fix(ranks: RankPool) -> None:
         assert len(found) == len(wanted), found
         for message, part in zip(found, wanted, strict=True):
             assert part in message
+
+
+def sharded_too_late(group: Group, part: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    fully_shard(model[int(part)], mesh=cpu_mesh())
+    model(torch.randn(16, 64)).square().mean().backward()
+    with pytest.raises(UserError, match=rf"{part}.weight: fully_shard has sharded the model since initialize"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("part", ["0", "1"])
+def test_fully_shard_behind_initialize_is_an_error(ranks: RankPool, part: str) -> None:
+    """The shards are parameters of their own, which no optimizer would update."""
+    ranks.run(on_default_group, sharded_too_late, part, num_ranks=2)
+
+
+def flattened(group: Group) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    with pytest.raises(UserError, match=r"0 is a FullyShardedDataParallel: .* use torch's fully_shard instead"):
+        wrapped = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(64, 64), device_id=torch.device("cpu")))
+        fp8_megatron.initialize(wrapped, torch.optim.AdamW(wrapped.parameters()))
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    FullyShardedDataParallel(model, device_id=torch.device("cpu"))(torch.randn(16, 64)).square().mean().backward()
+    with pytest.raises(UserError, match="FullyShardedDataParallel has flattened the model since initialize"):
+        optimizer.step()
+
+
+def test_the_older_fsdp_is_an_error(ranks: RankPool) -> None:
+    ranks.run(on_default_group, flattened, num_ranks=2)
 
 
 def cut_blocks(group: Group) -> None:

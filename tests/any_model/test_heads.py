@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 import fp8_megatron
 import tests.any_model.test_fsdp_optimizer as sharded
 from fp8_megatron.any_model.heads import language_heads
+from fp8_megatron.errors import UserError
 from fp8_megatron.nn.module import FP8Linear
 from tests.harness.ranks import RankPool, on_default_group
 
@@ -74,6 +75,15 @@ def test_a_head_is_what_transformers_says() -> None:
     assert scaled_by_rows(model) == ["lm_head"]
 
 
+def test_a_head_may_be_a_list() -> None:
+    """Musicgen's: one for each codebook."""
+    config = transformers.MusicgenDecoderConfig(
+        vocab_size=256, hidden_size=64, ffn_dim=128, num_hidden_layers=1, num_attention_heads=4, num_codebooks=2
+    )
+    model, _ = initialized(transformers.MusicgenForCausalLM(config))
+    assert scaled_by_rows(model) == ["lm_heads.0", "lm_heads.1"]
+
+
 def test_other_layers_are_no_heads() -> None:
     assert language_heads(Named("decode")) == set()
     assert language_heads(Named("head", classes=WIDTH)) == set()  # as narrow as its input
@@ -81,6 +91,25 @@ def test_other_layers_are_no_heads() -> None:
     assert scaled_by_rows(tied) == [] and not isinstance(tied.lm_head, FP8Linear)
     refused, _ = initialized(llama(), filter=lambda name, layer: name != "lm_head")
     assert scaled_by_rows(refused) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, ["base_layer"]),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            ["modules_to_save.default", "original_module"],
+        ),
+    ],
+)
+def test_a_head_inside_of_what_peft_puts_in_its_place(settings: dict[str, object], layers: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    model, _ = initialized(peft.get_peft_model(llama(), peft.LoraConfig(r=8, **settings)))
+    assert sorted(scaled_by_rows(model)) == [f"base_model.model.lm_head.{layer}" for layer in layers]
+    named = Named("head")
+    model, _ = initialized(peft.get_peft_model(named, peft.LoraConfig(r=8, target_modules=["head", "up"])))
+    assert scaled_by_rows(model) == ["base_model.model.head.base_layer"]
 
 
 def test_a_model_that_cannot_tell_its_head() -> None:
@@ -98,6 +127,21 @@ def test_blocks_have_scales_of_their_own() -> None:
     model.add_module("lm_head", torch.nn.Linear(128, 512))
     model, _ = initialized(model, recipe="blockwise")
     assert isinstance(model.lm_head, FP8Linear) and scaled_by_rows(model) == []
+    model.lm_head.scales_grad_rows = True
+    with pytest.raises(UserError, match=r"lm_head: scales_grad_rows\(True\) is not for the blockwise recipe"):
+        model(torch.randn(16, 128))
+
+
+def test_a_layer_that_is_no_head_any_more_has_a_delayed_scale() -> None:
+    """Its gradients, 1e-6 and less, would be zeros with the scale of a slot that has seen none."""
+    model, optimizer = initialized(Named("lm_head").bfloat16(), recipe="delayed")
+    for scales_rows in (True, True, False):
+        model.lm_head.scales_grad_rows = scales_rows
+        optimizer.zero_grad()
+        logits = model(torch.arange(VOCABULARY))
+        logits.backward(torch.full_like(logits, 1e-6))
+        optimizer.step()
+    assert model.lm_head.weight.grad.float().norm() > 0
 
 
 @pytest.mark.parametrize(("level", "recipe"), [("O1", "delayed"), ("O2", "tensorwise"), ("O3", "tensorwise")])

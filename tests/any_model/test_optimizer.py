@@ -213,12 +213,17 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(level: str) -
 
 
 @pytest.mark.parametrize("role", ["input", "output gradient"])
-def test_a_value_that_a_delayed_scale_clamps_skips_the_step_and_is_named(role: str) -> None:
-    """Behind the clamped inf everything is finite: without a name nobody would know why nothing moves."""
+@pytest.mark.parametrize("scales_rows", [False, True])
+def test_a_value_that_a_delayed_scale_clamps_skips_the_step_and_is_named(role: str, scales_rows: bool) -> None:
+    """Behind the clamped inf everything is finite: without a name nobody would know why nothing moves.
+
+    With a gradient scale for each row, as a head has, it is not clamped. It spreads to the layers behind.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
     optimizer: FP8Optimizer
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), recipe="delayed")
+    model[1].scales_grad_rows = scales_rows
     spoils = False
 
     def spoil(value: Tensor) -> Tensor:

@@ -361,3 +361,17 @@ def test_activations_far_from_zero(activation: str) -> None:
     z = 10.0 * torch.randn(64, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(ACTIVATIONS[activation](z), FORMULAS[activation](z))
     assert set(FUSED) <= set(ACTIVATIONS)
+
+
+def test_a_linear_layer_with_a_heads_name_is_a_head() -> None:
+    """With a gradient scale for each token, as torch's linear layers of this name."""
+    model = torch.nn.ModuleDict(
+        {
+            "lm_head": Linear(128, 256),
+            "head": Linear(128, 128),
+            "up": Linear(128, 256),
+            "output": LayerNormLinear(128, 256),
+        }
+    )
+    replace_linears(model)
+    assert [name for name, layer in model.items() if layer.scales_grad_rows] == ["lm_head"]

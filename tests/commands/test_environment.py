@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.commands.environment import check_launcher, check_no_fp4, launched_ranks
+from fp8_megatron.commands.environment import check_launcher, check_no_fp4, launched_ranks, take_mpi_ranks
 from fp8_megatron.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -51,3 +51,32 @@ def test_its_script_stops_before_anything_starts() -> None:
     words = [sys.executable, "pretrain_gpt.py", "--msamp", "--dry-run", "--mock-data"]
     ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "error: USE_W_SIMU_FP4=1 asks for MS-AMP's FP4" in ended.stderr
+
+
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+
+
+def test_ranks_of_mpirun_are_found() -> None:
+    """As scripts with mpirun start them, which pass the place to meet on."""
+    environment = {**MPI, "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    take_mpi_ranks(environment)
+    assert launched_ranks(environment) == (5, 8)
+    assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == ("1", "4")
+    check_launcher(environment)
+    alone = dict(MPI)
+    take_mpi_ranks(alone)
+    with pytest.raises(UserError, match=r"MASTER_ADDR and MASTER_PORT are not set; .* -x MASTER_ADDR=HOST -x MASTER_P"):
+        check_launcher(alone)
+
+
+@pytest.mark.parametrize("own", [{"RANK": "0", "WORLD_SIZE": "2"}, {"LOCAL_RANK": "0"}])
+def test_a_launcher_goes_before_mpirun(own: dict[str, str]) -> None:
+    """torchrun under mpirun, one a node."""
+    environment = {**MPI, **own}
+    take_mpi_ranks(environment)
+    assert environment == {**MPI, **own}

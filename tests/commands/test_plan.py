@@ -16,7 +16,7 @@ def _rows(out: str) -> list[list[str]]:
 
 
 def test_the_best_layouts_and_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--gpus 4 --memory-gb 141 --top 3 -- --config {CONFIGS}/gpt_7b.yaml {CONFIGS}/fast.yaml"
+    words = f"--gpus 4 --gpu h200 --top 3 -- --config {CONFIGS}/gpt_7b.yaml {CONFIGS}/fast.yaml"
     assert plan.main(words.split()) == 0
     out = capsys.readouterr().out
     assert "Predicted for O3 on 4 GPUs, the fastest first" in out
@@ -28,6 +28,20 @@ def test_the_best_layouts_and_what_they_need(capsys: pytest.CaptureFixture[str])
         assert 20 < float(row[-3]) < 0.9 * 141
     assert "wire buffers 0.48" in out and "a rank sends in a step: gradients" in out and "ms of a step: gemms" in out
     assert "never measured" not in out
+
+
+def test_kinds_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """H100 is the default: 80 GB, and longer steps."""
+    run = f"-- --config {CONFIGS}/gpt_7b.yaml {CONFIGS}/fast.yaml --micro-batch-size 1 --global-batch-size 32"
+    times = []
+    for flags, said in (("", "80 GB; step times on H100"), ("--gpu h200", "141 GB; step times on H200")):
+        assert plan.main(f"--gpus 8 --top 1 {flags} {run}".split()) == 0
+        out = capsys.readouterr().out
+        assert said in out
+        times.append(float(_rows(out)[0][-2].replace(",", "")))
+    assert 1.03 < times[0] / times[1] < 1.2
+    assert plan.main(f"--gpus 8 --gpu h200 --memory-gb 60 --top 1 {run}".split()) == 0
+    assert "60 GB; step times on H200" in capsys.readouterr().out
 
 
 def test_ranks_are_built(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +107,8 @@ def test_the_largest_models_by_level(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--gpus 12 -- --config {}/gpt_7b.yaml", "--gpus 12 is not a multiple of --gpus-per-node 8; give whole nodes"),
         ("--gpus 8 --memory-gb 0 --", "--memory-gb: 0 is out of range; give more than 0"),
         ("--gpus 8 --levels O4 --", "invalid choice: 'O4'"),
+        ("--gpus 8 --gpu a100 --", "invalid choice: 'a100'"),
+        ("--gpus 1 --build --gpu h200 -- --config {}/gpt_7b.yaml", "--gpu: has no effect with --build"),
         ("--gpus 8 -- --num-layrs 3", "--num-layrs"),
         ("--gpus 8 --largest 8", "not allowed with argument --gpus"),
         ("--gpus 8 --output a.png -- --config {}/gpt_7b.yaml", "--output is for --largest; drop it"),

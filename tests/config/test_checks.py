@@ -39,6 +39,8 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --tp-transport copy_engine"),
         (4, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16"),
         (2, "--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 2"),
+        (1, "--num-query-groups 16"),
+        (1, "--bf16 --main-params-dtype fp32 --main-grads-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32"),
         (1, "--bf16 --hidden-size 100 --num-attention-heads 10 --seq-length 7 --micro-batch-size 1"),
         (3, "--bf16 --hidden-size 768 --num-attention-heads 12 --tensor-model-parallel-size 3"),
         (1, "--main-params-dtype fp32"),
@@ -49,6 +51,8 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (1, "--opt-level O2"),
         (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-iters 900"),
         (1, "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-fraction 0.9"),
+        (1, "--lr-decay-style WSD --lr-wsd-decay-iters 0"),
+        (1, "--exit-interval 0 --exit-duration-in-mins 0"),
         (1, "--lr-warmup-iters 1000"),
         (1, "--train-iters 1 --lr-warmup-iters 5"),
         (1, "--train-iters 1_000 --iterations-to-skip 1_000"),
@@ -419,6 +423,7 @@ FULL = "--recompute-granularity full "
             "a master in fp16 (main_params_dtype or opt_level O3) holds no more than the weight",
         ),
         (1, "--params-dtype fp32 --main-params-dtype bf16", "weight in params_dtype(fp32)"),
+        (1, "--bf16 --main-grads-dtype bf16", "main_grads_dtype(bf16) has no effect under precision(bf16)"),
         (1, "--bf16 --exp-avg-dtype int8", "exp_avg_dtype(int8) has no effect under precision(bf16)"),
         (
             1,
@@ -448,11 +453,8 @@ FULL = "--recompute-granularity full "
         (1, "--bf16 --fp8-health-interval 5", "fp8_health_interval(5) has no effect under precision(bf16)"),
         (1, "--lr-wsd-decay-iters 10", "lr_wsd_decay_iters(10) has no effect under lr_decay_style(linear)"),
         # checkpoints
-        (1, "--save-interval 5", "save_interval(5) needs a folder to save into; give --save"),
         (1, "--keep-last 2", "keep_last(2) needs a folder to save into; give --save"),
-        (1, "--async-save", "async_save(True) needs a folder to save into; give --save"),
         (1, "--ckpt-state-dtype fp32", "ckpt_state_dtype(fp32) needs a folder to save into; give --save"),
-        (1, "--save-retain-interval 5", "save_retain_interval(5) needs a folder to save into; give --save"),
         (
             1,
             "--save here --save-retain-interval 5",
@@ -594,6 +596,10 @@ def test_what_cannot_work_is_one_line_with_its_values(world_size: int, flags: st
             "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100",
             "split(1,0,0) leaves nothing to validate on every eval_interval(100)",
         ),
+        (
+            "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100 --eval-iters 0 --full-validation",
+            "split(1,0,0) leaves nothing to validate on every eval_interval(100)",
+        ),
     ],
 )
 def test_data_that_cannot_work(data: str, message: str) -> None:
@@ -609,6 +615,8 @@ def test_data_that_cannot_work(data: str, message: str) -> None:
         "--tokenizer-model t --train-data-path a --eval-interval 0",
         "--tokenizer-type NullTokenizer --vocab-size 9 --data-path a",
         "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 0",
+        "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100 --eval-iters 0",
+        "--tokenizer-model t --train-data-path a --eval-interval 100 --eval-iters 0",
     ],
 )
 def test_data_that_works(data: str) -> None:
@@ -639,7 +647,7 @@ def test_te_needs_transformer_engine(installed: bool, monkeypatch: pytest.Monkey
 
 
 def test_all_problems_come_at_once() -> None:
-    config = parse("--num-query-groups 4 --save-interval 5 --lr-decay-style WSD --split a")
+    config = parse("--num-query-groups 4 --keep-last 5 --lr-decay-style WSD --split a")
     assert len(problems(config, 1)) == 4
 
 
@@ -729,9 +737,7 @@ IGNORED = [
     ("fp8_margin", "--fp8-recipe tensorwise --fp8-margin 1", "under fp8_recipe(tensorwise); drop it or choose"),
     ("fp8_amax_compute_algo", "--fp8-recipe blockwise --fp8-amax-compute-algo most_recent", "under fp8_recipe(block"),
     ("fp8_weight_grad_scaling", "--bf16 --fp8-weight-grad-scaling block", "under precision(bf16)"),
-    ("hysteresis", "--hysteresis 1", "under precision(fp8); drop it or choose fp16"),
     ("loss_scale_window", "--fp16 --loss-scale 8 --loss-scale-window 5", "with loss_scale(8.0)"),
-    ("lr_warmup_init", "--lr-warmup-init 1e-5", "without a warm-up"),
     ("min_lr", "--lr-decay-style constant --min-lr 1e-5", "under lr_decay_style(constant)"),
     (
         "decoupled_min_lr",
@@ -764,11 +770,8 @@ IGNORED = [
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-special-tokens a",
         "with mock_data and no tokenizer; drop it or give --tokenizer-model",
     ),
-    ("load_optim", "--no-load-optim", "without load; drop it or give --load"),
-    ("wandb_exp_name", "--wandb-exp-name a", "without wandb_project"),
-    ("wandb_entity", "--wandb-entity a", "without wandb_project"),
+    ("profile_trace", "--profile-trace", "without profile; drop it or give --profile"),
     ("tensorboard_dir", "--no-tensorboard --tensorboard-dir a", "without tensorboard; drop it or give --tensorboard"),
-    ("profile_ranks", "--profile-ranks 0 1", "without profile; drop it or give --profile"),
 ]
 
 
@@ -795,6 +798,12 @@ def test_a_tokenizers_model_is_not_read_by_the_null_tokenizer() -> None:
     data = "--data-path a --vocab-size 512 --tokenizer-type NullTokenizer --tokenizer-model here"
     (problem,) = problems(parse("", data=data), 1)
     assert problem.startswith("tokenizer_model(here) has no effect under tokenizer_type(NullTokenizer)")
+
+
+def test_a_blend_in_quotes_is_told() -> None:
+    config = parse_config(["--tokenizer-model", "t", "--data-path", "0.3 a 0.7 b"])
+    assert problems(config, 1) == ["data_path(0.3 a 0.7 b) is one word with spaces; drop the quotes around the blend"]
+    assert problems(parse_config(["--tokenizer-model", "t", "--data-path", "a folder/b"]), 1) == []
 
 
 @pytest.mark.parametrize("words", ["nan a 1 b", "0 a 0 b", "inf a 1 b", "1 a 2", "-1 a 2 b", "1e308 a 1e308 b"])

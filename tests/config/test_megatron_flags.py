@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.command_line import setting_name
 from fp8_megatron.config.io import parse_command_line, parse_config
 from fp8_megatron.config.limits import FieldType, field_types
 from fp8_megatron.config.megatron_flags import Kind, Option, megatron_options, translate
 from fp8_megatron.config.megatron_precision import SWITCHES
 from fp8_megatron.config.schema import Config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 OPTIONS = list({id(option): option for option in megatron_options().values()}.values())
 TYPES: dict[str, FieldType] = {
@@ -41,7 +43,7 @@ def type_of(name: str) -> FieldType | None:
 def test_no_option_of_megatron_is_left_out() -> None:
     assert sum(len(option.names) for option in OPTIONS if option.source == "0.20") == NUM_SPELLINGS
     assert {option.arity for option in OPTIONS} == {"0", "1", "optional", "list"}
-    assert {option.source for option in OPTIONS} == {"0.20", "older", "MS-AMP"}
+    assert {option.source for option in OPTIONS} == {"0.20", "older", "fork", "MS-AMP"}
 
 
 @pytest.mark.parametrize(("name", "option"), CASES)
@@ -86,11 +88,46 @@ def test_a_value_of_another_name_is_said() -> None:
     assert line.notes == ("--ckpt-format torch is --ckpt-format torch_dist here",)
 
 
+def test_names_of_forks_mean_megatrons() -> None:
+    """As scripts of LUMI, llm-jp, BigScience and Swiss AI have them."""
+    line = parse_command_line(
+        "--bf16 --normalization rmsnorm --use-flash-attn-v2 --lr-decay-style WSD --lr-wsd-decay-style 1-sqrt "
+        "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path folder --wandb-project p --wandb-name n".split()
+    )
+    config = line.config
+    assert config.model.normalization == "RMSNorm" and config.optimizer.lr_wsd_decay_style == "minus_sqrt"
+    assert (config.data.tokenizer_type, config.data.tokenizer_model) == ("HuggingFaceTokenizer", "folder")
+    assert config.logging.wandb_exp_name == "n"
+    assert line.notes[-1] == "no effect here: --use-flash-attn-v2 (docs/from-megatron.md says why)"
+    assert "--normalization rmsnorm is --normalization RMSNorm here" in line.notes
+    assert "--lr-wsd-decay-style 1-sqrt is --lr-wsd-decay-style minus_sqrt here" in line.notes
+
+
 def test_local_sums_of_gradients_name_the_setting_that_makes_them_fp32() -> None:
-    """One replica adds the gradients of FP8 weights in BF16 by default, so FP32 is not what happens anyway."""
-    for name in ("accumulate_allreduce_grads_in_fp32", "ddp_param_name_patterns_for_fp32_local_accumulation"):
-        note = megatron_options()[name].note
-        assert "in BF16, and in FP32 with --grad-accumulation-dtype fp32" in note
+    """Few gradients of FP8 weights are added in BF16 by default, so FP32 is not what happens anyway."""
+    note = megatron_options()["ddp_param_name_patterns_for_fp32_local_accumulation"].note
+    assert "in BF16, and in FP32 with --grad-accumulation-dtype fp32" in note
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", None),
+        ("--accumulate-allreduce-grads-in-fp32", "fp32"),
+        ("--accumulate-allreduce-grads-in-fp32 --bf16 --fp8-format hybrid", "fp32"),
+        ("--accumulate-allreduce-grads-in-fp32 --grad-accumulation-dtype fp32", "fp32"),
+        (f"--accumulate-allreduce-grads-in-fp32 --config {CONFIGS}/fast.yaml", "fp32"),
+        ("--accumulate-allreduce-grads-in-fp32 --bf16", None),  # there sums are FP32
+        ("--accumulate-allreduce-grads-in-fp32 --precision te", None),
+    ],
+)
+def test_fp32_sums_are_what_the_switch_asks_for(flags: str, expected: str | None) -> None:
+    assert parse_config(flags.split()).precision.grad_accumulation_dtype == expected
+
+
+def test_fp32_sums_contradict_bf16_sums() -> None:
+    with pytest.raises(ConfigError, match="-in-fp32 contradicts --grad-accumulation-dtype bf16; give one of them"):
+        parse_config("--accumulate-allreduce-grads-in-fp32 --grad-accumulation-dtype bf16".split())
 
 
 def test_words_after_an_option_are_its_own() -> None:
@@ -113,6 +150,8 @@ def test_words_after_an_option_are_its_own() -> None:
         (["--distributed-backend"], "--distributed-backend has no value; give one after it, or drop it"),
         (["--use-mcore-model"], "unknown flag --use-mcore-model; did you mean --use-mcore-models?"),
         (["--overide-opt-param-scheduler"], "did you mean --override-opt"),
+        (["--num-expert", "8"], "unknown flag --num-expert; did you mean --num-experts?"),
+        (["--intermediate-size", "8"], "unknown flag --intermediate-size; --help lists the flags"),
         (["--data-impl", "lazy"], "--data-impl lazy is not supported: token files are mapped"),
         (["--num-experts", "8"], "--num-experts 8 is not supported: there is no mixture of experts"),
         (["--attention-backend", "quick"], "--attention-backend 'quick' is not one of auto, cudnn, flash, math"),
@@ -192,3 +231,14 @@ def test_fp16_beside_fp8_is_said() -> None:
     assert parse_command_line(["--fp16", "--msamp"]).notes == (
         "--fp16 beside --msamp: the 16-bit type of FP8 layers is BF16, without a loss scale",
     )
+
+
+def test_a_batch_is_not_made_smaller() -> None:
+    """--decrease-batch-size-if-needed changes nothing where ranks share a batch evenly. Elsewhere there is an error."""
+    words = "--bf16 --mock-data --vocab-size 512 --micro-batch-size 1 --global-batch-size 8".split()
+    config = parse_config([*words, "--decrease-batch-size-if-needed"])
+    check_config(config, 4)
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size\(8\) is not a multiple of micro_batch_size\(1\) × data-pa"
+    ):
+        check_config(config, 3)

@@ -108,6 +108,37 @@ def test_sequence_parallelism_is_off_on_one_rank(tmp_path: Path) -> None:
     assert parse_config(["--sequence-parallel", "--tensor-model-parallel-size", "2"]).parallel.sequence_parallel
 
 
+def test_a_run_of_15_trillion_tokens() -> None:
+    """More samples than 31 bits count, and a bucket for all gradients, as in Swiss AI's script of Apertus-70B."""
+    line = parse_command_line(
+        "--bf16 --mock-data --vocab-size 512 --train-samples 3662109375 --lr-decay-samples 3662109374 "
+        "--lr-warmup-samples 15360000 --lr-decay-style WSD --lr-wsd-decay-samples 3000000000 --global-batch-size 4096 "
+        "--ddp-bucket-size 10000000000".split()
+    )
+    check_config(line.config, 1, on_this_machine=False)
+    assert line.config.train_iters(1) == 3662109375 // 4096
+    assert LearningRateSchedule.of(line.config, 1).wsd_decay_samples == 3_000_000_000
+    assert line.notes == ("ddp_bucket_size(10000000000) is 2147483647 here, the largest bucket",)
+
+
+def test_an_interval_that_no_run_reaches_is_never() -> None:
+    words = "--bf16 --mock-data --vocab-size 512 --save a --save-interval 100000000000 --eval-interval 100000000000"
+    line = parse_command_line([*words.split(), "--log-interval", "9999999999", "--exit-interval", "9999999999"])
+    check_config(line.config, 1, on_this_machine=False)
+    assert line.notes == () and line.config.training.eval_interval == line.config.checkpoint.save_interval == 2**31 - 1
+
+
+def test_a_block_of_no_layers_recomputes_nothing() -> None:
+    """--recompute-granularity full --recompute-method block --recompute-num-layers 0 is how scripts turn it off."""
+    full = "--bf16 --mock-data --vocab-size 512 --recompute-granularity full --recompute-num-layers 0".split()
+    line = parse_command_line([*full, "--recompute-method", "block"])
+    assert line.notes == ("recompute_num_layers(0) with recompute_method(block): no layer is recomputed",)
+    assert line.config.training.recompute_granularity is None
+    check_config(line.config, 1)
+    with pytest.raises(ConfigError, match=r"recompute_method\(uniform\) with recompute_num_layers\(0\) recomputes"):
+        check_config(parse_config([*full, "--recompute-method", "uniform", "--cpu-offloading-num-layers", "2"]), 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "layers"),
     [
@@ -174,6 +205,52 @@ def test_flags_that_nothing_reads_and_that_change_nothing_are_said() -> None:
     words = ["--bf16", "--mock-data", "--no-mmap-bin-files", "--null-tokenizer-eod-id", "3"]
     assert parse_command_line(words).notes == (says("--no-mmap-bin-files --null-tokenizer-eod-id"),)
     assert parse_command_line(["--config", str(CONFIGS / "gpt_7b.yaml"), "--eval-interval", "0"]).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--no-load-optim", "load_optim(False) has no effect without load; drop it or give --load"),
+        ("--no-load-rng", "load_rng(False) has no effect without load"),
+        ("--override-opt_param-scheduler", "override_opt_param_scheduler(True) has no effect without load"),
+        ("--initial-loss-scale 4096", "initial_loss_scale(4096.0) has no effect under precision(bf16); drop it or"),
+        ("--lr-warmup-init 1e-05", "lr_warmup_init(1e-05) has no effect without a warm-up"),
+        ("--hysteresis 1", "hysteresis(1) has no effect under precision(bf16)"),
+        ("--wandb-exp-name a", "wandb_exp_name(a) has no effect without wandb_project"),
+        ("--profile-step-start 5", "profile_step_start(5) has no effect without profile; drop it or give --profile"),
+        ("--profile-ranks 0 1", "profile_ranks(0 1) has no effect without profile"),
+    ],
+)
+def test_what_megatron_does_not_read_either_is_a_note(tmp_path: Path, flags: str, note: str) -> None:
+    """As a flag and in a file. The run goes on."""
+    common = "--bf16 --mock-data --vocab-size 512".split()
+    line = parse_command_line([*common, *flags.split()])
+    (said,) = line.notes
+    assert said.startswith(note)
+    check_config(line.config, 1)
+    name, value = note.partition(")")[0].split("(")
+    value = f"[{value.replace(' ', ', ')}]" if name == "profile_ranks" else value.lower()
+    (tmp_path / "a.yaml").write_text(f"{name}: {value}\n")
+    assert parse_command_line(["--config", str(tmp_path / "a.yaml"), *common]).notes == (said,)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--save-interval 9", "save_interval(9) has no effect without save: no checkpoint is written; drop it or give"),
+        ("--save-retain-interval 9", "save_retain_interval(9) has no effect without save"),
+        ("--non-persistent-save-interval 9", "non_persistent_save_interval(9) has no effect without save"),
+        ("--async-save", "async_save(True) has no effect without save"),
+        ("--no-save-optim", "save_optim(False) has no effect without save"),
+        ("--no-save-rng", "save_rng(False) has no effect without save"),
+    ],
+)
+def test_saving_without_a_folder_is_an_error(flags: str, problem: str) -> None:
+    """Hours later nothing would have been saved."""
+    line = parse_command_line(["--bf16", "--mock-data", "--vocab-size", "512", *flags.split()])
+    with pytest.raises(ConfigError) as error:
+        check_config(line.config, 1)
+    assert problem in str(error.value)
 
 
 @pytest.mark.parametrize(

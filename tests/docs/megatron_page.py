@@ -30,7 +30,10 @@ def written() -> str:
 
 
 def _counts(options: Sequence[Option]) -> str:
-    lines = ["| kind | options of Megatron-LM 0.20 | options of older versions and MS-AMP |", "| --- | --- | --- |"]
+    lines = [
+        "| kind | options of Megatron-LM 0.20 | options of older versions, forks and MS-AMP |",
+        "| --- | --- | --- |",
+    ]
     names = {Kind.DOES: "works", Kind.NOTHING: "no effect", Kind.CANNOT: "refused"}
     for kind, title in names.items():
         counts = [

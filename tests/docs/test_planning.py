@@ -12,6 +12,7 @@ from fp8_megatron.planning.layouts import largest_peak
 from fp8_megatron.planning.speed import predict_step
 from fp8_megatron.planning.vocabulary import padded_vocab_size
 from tests.docs.documents import ROOT
+from tests.planning.h100_runs import H100_RUNS, H100Run
 from tests.planning.recorded_runs import recorded_runs
 
 #: The run of each row of the two tables.
@@ -79,6 +80,12 @@ def test_step_time(start: str, label: str) -> None:
     run = RUNS[label]
     step = predict_step(run.config, padded_vocab_size(run.config), world_size=run.world_size)
     assert 1e3 * step.total == pytest.approx(_quoted("Step time", start), abs=0.5001)
+
+
+@pytest.mark.parametrize("run", H100_RUNS, ids=lambda run: run.name)
+def test_step_time_on_h100(run: H100Run) -> None:
+    text = (ROOT / "docs" / "planning.md").read_text()
+    assert f"| {run.name} | {run.predicted_ms:,.0f} | {run.measured_ms:,.0f} |" in text
 
 
 @pytest.mark.parametrize(

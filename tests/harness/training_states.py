@@ -38,7 +38,7 @@ def training_states(base: Mapping[str, object]) -> Iterator[Callable[..., Any]]:
             data = open_run_data(config, topology)
             torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)  # cuBLAS takes its workspace, once
             before = torch.cuda.memory_allocated()
-            state = build_training_state(config, data.vocab_size, topology, device)
+            state = build_training_state(config, data.padded_vocab_size, topology, device)
             return state, data.train_loader(0), before
 
         yield build

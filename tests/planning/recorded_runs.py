@@ -46,9 +46,10 @@ def read(file: str) -> Any:
 
 
 def _defaults_of_then(words: list[str]) -> list[str]:
-    """Flags for what a recorded command leaves open: scales from the tensor, gradients in blocks, a head in 16 bits.
+    """Flags for what a recorded command leaves open: scales from the tensor, gradients in blocks, a head in 16 bits,
+    sums of several replicas' gradients in FP32.
 
-    They were the defaults of most files; later commands give all three, as `benchmarks/compare.py` does.
+    They were the defaults of most files; later commands give the first three, as `benchmarks/compare.py` does.
     """
     if "bf16" in words:
         return []
@@ -57,7 +58,14 @@ def _defaults_of_then(words: list[str]) -> list[str]:
         "--fp8-weight-grad-scaling": ["--fp8-weight-grad-scaling", "block"],
         "--fp8-lm-head": ["--no-fp8-lm-head"],
     }
+    if _num_replicas(words) > 1:
+        open_flags["--grad-accumulation-dtype"] = ["--grad-accumulation-dtype", "fp32"]
     return [word for flag, left in open_flags.items() if flag not in words for word in left]
+
+
+def _num_replicas(words: list[str]) -> int:
+    config = parse_config(words[words.index("pretrain_gpt.py") + 1 :])
+    return config.num_replicas(int(words[words.index("--nproc-per-node") + 1]))
 
 
 def _runs_of(path: Path) -> Iterator[RecordedRun]:

@@ -76,7 +76,8 @@ def test_an_interleaved_stage_holds_more() -> None:
 
 def test_ranks_that_share_sequences_share_what_they_keep() -> None:
     """Activations and logits of a quarter of the tokens; the optimizer is sharded over all eight ranks either way."""
-    config = parse_config(["--config", str(ROOT / "configs" / "llama_8b.yaml"), "--mock-data"])
+    flags = ["--mock-data", "--global-batch-size", "16"]
+    config = parse_config(["--config", str(ROOT / "configs" / "llama_8b.yaml"), *flags])
     shared = replace(config, parallel=replace(config.parallel, context_parallel_size=4))
     whole, part = (predict_peak(one, 128256, world_size=8) for one in (config, shared))
     assert part.activations == pytest.approx(whole.activations / 4, rel=1e-9)

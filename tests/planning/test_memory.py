@@ -95,12 +95,13 @@ def test_predicted_is_measured(
 
 
 def test_sharded_bytes_per_parameter() -> None:
-    """The levels' arithmetic at O3: 7 bytes on one rank; 1 + 9/4 on four (weight 1, FP32 shard of gradients 4/4,
+    """The levels' arithmetic at O3: 7 bytes on one rank; 1 + 7/4 on four (weight 1, BF16 shard of gradients 2/4,
     master and moments 5/4), with less than 0.1 of scales; 5 in the stretch form, 4 with gradients released."""
     model = replace(MODELS["gpt3"], num_layers=32, hidden_size=4096, num_attention_heads=32)
     for precision, world_size, least in (
         (PrecisionConfig(), 1, 7.0),
-        (PrecisionConfig(), 4, 1 + 9 / 4),
+        (PrecisionConfig(), 4, 1 + 7 / 4),
+        (PrecisionConfig(grad_accumulation_dtype="fp32"), 4, 1 + 9 / 4),
         (STRETCH, 1, 5.0),
         (replace(STRETCH, release_gradients=True), 1, 4.0),
     ):

@@ -101,7 +101,7 @@ def test_the_default_keeps_30_db_of_any_number_of_micro_batches(
 ) -> None:
     """In BF16, a sum of k equal gradients rounds each addend to a unit of 2⁻⁸ · k: 36 dB are left of 32, 30 of 64 and 4
     of 1,024. FP32 keeps 2¹⁶ times as fine a unit."""
-    formats = ModelStorage(num_micro_batches=num_micro_batches).of_grads(kind, num_replicas=1)
+    formats = ModelStorage(num_micro_batches=num_micro_batches).of_grads(kind)
     params = {"a": torch.nn.Parameter(torch.ones(32, 64))}
     (space,) = partition(params.items())
     buffer = LocalGradBuffer(space, formats.local)
@@ -115,15 +115,13 @@ def test_the_default_keeps_30_db_of_any_number_of_micro_batches(
     assert snr_db(buffer.flat(space.slots[0]).view(32, 64), exact) > 35.0
     assert buffer.nbytes == space.numel * (2 if num_micro_batches <= MAX_BF16_MICRO_BATCHES else 4)
     asked_for = ModelStorage(num_micro_batches=num_micro_batches, accumulator=StorageDtype.BF16)
-    assert asked_for.of_grads(kind, num_replicas=1).local is StorageDtype.BF16
+    assert asked_for.of_grads(kind).local is StorageDtype.BF16
 
 
 @pytest.mark.parametrize(("num_micro_batches", "expected"), [(1, "bf16"), (32, "bf16"), (33, "fp32")])
 def test_bf16_gradients_are_added_up_in_fp32_too(num_micro_batches: int, expected: str) -> None:
     stored = replace(LEVELS["O3"], main_grad=StorageDtype.BF16)
-    local = (
-        ModelStorage(stored, num_micro_batches=num_micro_batches).of_grads(StorageClass.LINEAR, num_replicas=1).local
-    )
+    local = ModelStorage(stored, num_micro_batches=num_micro_batches).of_grads(StorageClass.LINEAR).local
     assert local is StorageDtype(expected)
 
 

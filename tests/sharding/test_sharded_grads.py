@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
+from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
 from fp8_megatron.device.group import Group
 from fp8_megatron.formats import E4M3, E5M2, GradReduceMode, StorageDtype
 from fp8_megatron.kernels import ops
@@ -288,10 +289,48 @@ def test_gradients_write_themselves_into_the_send_buffer(ranks: RankPool) -> Non
 
 
 @pytest.mark.parametrize(
+    ("num_micro_batches", "adds_locally", "accumulator", "expected"),
+    [
+        (1, False, None, "bf16"),
+        (16, False, None, "bf16"),
+        (17, False, None, "fp32"),
+        (17, False, "bf16", "bf16"),
+        (2, False, "fp32", "fp32"),
+        (1024, True, None, "bf16"),  # one reduction a step
+    ],
+)
+def test_a_shard_is_fp32_for_many_reductions(
+    num_micro_batches: int, adds_locally: bool, accumulator: str | None, expected: str
+) -> None:
+    storage = ModelStorage(
+        num_micro_batches=num_micro_batches,
+        adds_locally=adds_locally,
+        accumulator=None if accumulator is None else StorageDtype(accumulator),
+    )
+    assert storage.of_grads(StorageClass.LINEAR).shard is StorageDtype(expected)
+    assert storage.of_grads(StorageClass.VECTOR).shard is StorageDtype.FP32
+    plain = ModelStorage(has_fp8_layers=False, num_micro_batches=num_micro_batches)
+    assert plain.of_grads(StorageClass.LINEAR).shard is StorageDtype.FP32
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 16, 17])
+def test_the_default_keeps_30_db_of_any_number_of_reductions(num_micro_batches: int) -> None:
+    """Of equal gradients, the worst case: each is rounded to E4M3 alike, and a sum in BF16 rounds each addend."""
+    dtype = ModelStorage(num_micro_batches=num_micro_batches).of_grads(StorageClass.LINEAR).shard.torch_dtype
+    rows = WireTensor.empty(4 * 8192, StorageDtype.FP8, CPU)
+    values = torch.randn(4, 8192, generator=torch.Generator().manual_seed(1))
+    rows.store_(values.view(-1))
+    total = torch.zeros(8192, dtype=dtype)
+    for _ in range(num_micro_batches):
+        accumulate_rows_(rows, 4, total, factor=0.25, add=True)
+    assert snr_db(total, num_micro_batches * values.double().mean(dim=0)) > 30.0
+
+
+@pytest.mark.parametrize(
     ("storage", "num_micro_batches", "expected"),
     [
         (StorageClass.LINEAR, 4, None),
-        (StorageClass.MATRIX, 4, StorageDtype.FP32),
+        (StorageClass.MATRIX, 4, StorageDtype.BF16),
         (StorageClass.VECTOR, 4, StorageDtype.FP32),
         (StorageClass.MATRIX, 1, None),
     ],
@@ -299,11 +338,10 @@ def test_gradients_write_themselves_into_the_send_buffer(ranks: RankPool) -> Non
 def test_only_the_rest_is_added_up_before_it_is_reduced(
     storage: StorageClass, num_micro_batches: int, expected: StorageDtype | None
 ) -> None:
-    """Over two replicas, and in FP32 where it is; in BF16 if that was asked for."""
-    formats = ModelStorage(num_micro_batches=num_micro_batches).of_grads(storage, num_replicas=2)
+    """Over two replicas; matrices in FP32 if that was asked for, vectors always."""
+    formats = ModelStorage(num_micro_batches=num_micro_batches).of_grads(storage)
     assert formats.adds_locally == (expected is not None)
     if expected is not None:
         assert formats.local is expected
-        lean = ModelStorage(num_micro_batches=num_micro_batches, accumulator=StorageDtype.BF16)
-        asked_for = StorageDtype.BF16 if storage is StorageClass.MATRIX else StorageDtype.FP32
-        assert lean.of_grads(storage, num_replicas=2).local is asked_for
+        exact = ModelStorage(num_micro_batches=num_micro_batches, accumulator=StorageDtype.FP32)
+        assert exact.of_grads(storage).local is StorageDtype.FP32

@@ -86,7 +86,7 @@ def _train_on_a_batch(
     with runtime(device), initialized(config.parallel, config.model.num_layers, device) as topology:
         seed_everything(1, device, tensor_parallel_rank=topology.tp.rank(), pipeline_rank=topology.pp.rank())
         data = open_run_data(config, topology)
-        state = build_training_state(config, data.vocab_size, topology, device)
+        state = build_training_state(config, data.padded_vocab_size, topology, device)
         factor = bad if topology.rank == topology.world_size - 1 else 1.0
         batch = list(itertools.islice(data.train_loader(0), state.num_micro_batches))
         for number in range(1, num_steps + 1):

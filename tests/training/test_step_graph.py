@@ -345,7 +345,7 @@ def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None
         with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
             seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
             data = open_run_data(config, topology)
-            state = build_training_state(config, data.vocab_size, topology, CPU)
+            state = build_training_state(config, data.padded_vocab_size, topology, CPU)
             graph = train_step.step_graph(state) if graphed else None
             if graph is not None:
                 graph._compute = repeated_by_its_graph(cuda, graph._compute)

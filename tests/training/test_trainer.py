@@ -484,6 +484,13 @@ def test_schedules_reach_their_ends(tmp_path: Path) -> None:
     wsd = fit(tmp_path / "wsd", lr_decay_style="WSD", lr_wsd_decay_iters=3, lr_wsd_decay_style="linear", **flags)
     rates = [r["learning_rate"] for r in wsd if r["kind"] == "train"]
     assert rates[4:8] == pytest.approx([1e-2] * 4) and rates[-1] == pytest.approx(1e-2 - 2 / 3 * 9e-3)
+    flat = fit(tmp_path / "flat", lr_decay_style="WSD", lr_wsd_decay_iters=0, **flags)
+    assert [r["learning_rate"] for r in flat if r["kind"] == "train"][4:] == pytest.approx([1e-2] * 6)
+
+
+def test_zero_turns_an_early_end_off(tmp_path: Path) -> None:
+    records = fit(tmp_path, train_iters=3, exit_interval=0, exit_duration_in_mins=0)
+    assert [r["iteration"] for r in records if r["kind"] == "train"] == [1, 2, 3]
 
 
 def test_writes_what_a_user_looks_for(tmp_path: Path) -> None:

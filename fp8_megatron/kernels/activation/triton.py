@@ -260,7 +260,11 @@ def _activation_backward_tiles(
     RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """`TILES` tiles, one below the other, with 32-bit offsets inside."""
+    """`reference.activation_backward_quantize` of `TILES` tiles, one below the other, with 32-bit offsets inside.
+
+    grad [T, F] and z [T, width] → payload [T, width], payload_t [width, T], activation_t [F, T]; width is 2F for a
+    gated activation, otherwise F. With `SUM_COLUMNS`, column_sums FP32 [blocks of rows, width].
+    """
     k0 = tl.program_id(0) * TILE_K
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # from the end: what the amax pass read last is still in L2
     first_row = block * (TILES * TILE_M)

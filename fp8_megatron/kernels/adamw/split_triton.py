@@ -117,6 +117,13 @@ def _adamw_split_step(
     UNIT: tl.constexpr,
     GAPS: tl.constexpr,
 ):
+    """`split_master.adamw_split_step_` of one chunk of n elements: `TILES` tiles of ROWS · SPLIT · BLOCK.
+
+    The master is `weight` (E4M3 codes) with `correction` (int8). It is read with the scale of its tensor in
+    `weight_scales`, and written with that in `new_weight_scales`, both FP32; `chunk_tensor` says which tensor the
+    chunk is of. `chunk_amax` FP32 [chunks] gets the largest magnitude. If `grad_factor` FP32 [1] is not finite, nothing
+    is written.
+    """
     TILE: tl.constexpr = ROWS * SPLIT * BLOCK
     factor = tl.load(grad_factor)
     if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped

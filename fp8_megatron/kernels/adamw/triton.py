@@ -148,6 +148,11 @@ def _adamw_step(
     ROUNDS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    """`reference.adamw_step_` of `TILES` tiles of ROWS · SPLIT · BLOCK elements, of the n of flat operands.
+
+    `weight` gets the new master in its own dtype, `chunk_amax` FP32 [programs] the largest magnitude of it. A gradient
+    is multiplied by `grad_factor` FP32 [1]; if that is not finite, nothing is written.
+    """
     TILE: tl.constexpr = ROWS * SPLIT * BLOCK
     IN_ONE_UNIT: tl.constexpr = UNIT % (TILES * TILE) == 0
     MASTER_ROUNDS: tl.constexpr = master.dtype.element_ty != tl.float32

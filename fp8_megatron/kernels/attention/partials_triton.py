@@ -61,6 +61,11 @@ def _merge(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """ROWS rows of one head of `COUNT` blocks → out [num_rows, heads, D] and log_sum_exp FP32 [heads, num_rows].
+
+    Block i has the rows from start_i on: out_i [num_rows - start_i, heads, D] and log_i [heads, num_rows - start_i].
+    The first has all rows. `heads` counts those of all sequences.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     column = tl.arange(0, WIDTH)

@@ -43,6 +43,7 @@ def _measure_cast(
     FP_MAX: tl.constexpr, ABOVE: tl.constexpr, LOWEST: tl.constexpr, EXPONENTS: tl.constexpr,
     FIRST_SUM: tl.constexpr, FIRST_EXPONENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """`reference.measure_cast_` of ROWS rows of one block of columns. `statistics_bits`: `statistics` as int64."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -102,6 +102,7 @@ def _norm_quantize(
     RMS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
+    """`reference.norm_quantize`: x [T, K] → payload [T, K], mean_out (unless `RMS`) and rstd_out FP32 [T]."""
     columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)[None, :]
     lane = tl.arange(0, ROWS)
     offsets = lane[:, None] * K + columns
@@ -264,7 +265,10 @@ def _norm_backward(
     RMS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
     NUM_PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Both means of a row cross threads together. With `FLAT`, rows are summed as they come; otherwise they are kept
+    """grad [NUM_PARTS, T, K], whose parts are added up, and x [T, K] → grad_x [T, K], grad_weight and grad_bias FP32
+    [programs, K].
+
+    Both means of a row cross threads together. With `FLAT`, rows are summed as they come; otherwise they are kept
     separate until the end, because their sum may cross warps."""
     columns = tl.arange(0, BLOCK)[None, :]
     lane = tl.arange(0, ROWS)[:, None]

@@ -208,6 +208,7 @@ def _quantize_flat(
     TILE: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
 ):
+    """One tile of x [n] → payload [n]. `scale`, `CURRENT` and `RECORD`: see `_quantize_tiles`."""
     # From the end: what the amax pass read last is still in L2.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE
     offsets = tl.arange(0, TILE)
@@ -298,6 +299,11 @@ def _quantize_tiles(
     TILE_K: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,
 ):
+    """One tile of x [M, K] → payload_t [K, M] and, with `ROWWISE`, payload [M, K]; M is a multiple of 4.
+
+    `scale` FP32 [1] is read, or with `CURRENT` made from the amaxes in `partials` and written. `RECORD`: 1 raises
+    `amax_out` to the tile's amax; 2 counts casts and clamped elements there, too.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles_k = tl.cdiv(K, TILE_K)
     m0 = tile // tiles_k * TILE_M

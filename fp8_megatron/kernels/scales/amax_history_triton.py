@@ -126,6 +126,10 @@ def _update_amax_history(
     KEEPS_LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, MAY_SKIP: tl.constexpr, ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
+    """`reference.update_amax_history_` of `SLOTS` of the n slots; scales and inverses FP32 [n, STRIDE].
+
+    LENGTH is the history's, rounded up to the power of two ROWS. record [n, SIZE] and written [n, PLACES, STRIDE].
+    """
     slots = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     inside = slots < n
     newest = magnitude_bits(tl.load(amax + slots, mask=inside, other=0.0))

@@ -46,6 +46,7 @@ def _accumulate_rows(
     HAS_SCALES: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
 ):
+    """`reference.accumulate_rows_` of ROWS blocks of BLOCK elements, of n, over NUM_GROUPS · GROUP rows in order."""
     start = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK)
     blocks = tl.arange(0, ROWS)[:, None]
     offsets = blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
