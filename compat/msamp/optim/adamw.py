@@ -72,7 +72,9 @@ class Moments:
         self._start(
             groups,
             defaults | {"decoupled_weight_decay": self.decoupled_weight_decay},
-            ModelStorage(_formats(groups, _STATES[exp_avg_dtype], _STATES[exp_avg_sq_dtype])),
+            ModelStorage(
+                _formats(groups, _STATES[exp_avg_dtype], _STATES[exp_avg_sq_dtype]), accumulator=StorageDtype.FP32
+            ),
         )
 
     def _start(self, groups: list[dict[str, Any]], defaults: dict[str, Any], storage: ModelStorage) -> None:
