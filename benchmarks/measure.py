@@ -200,7 +200,8 @@ PARTS = {
         lambda to: [
             [
                 *("torchrun", "4", "examples/llama_fsdp2.py", "--size", "8b", "--batch-size", "1"),
-                *("--sequence-length", "8192", "--recompute", "--compile", "--steps", "12", "--variants", variant),
+                *("--sequence-length", "8192", "--recompute", "--compile", "--steps", "12"),
+                *("--loss-parts", "8", "--variants", variant),
                 *("--output", str(to.folder / f"fsdp2-{variant}.json")),
             ]
             for variant in ("bf16", "torchao", "fp8")

@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config.checks import ConfigError, check_config
-from ..config.io import own_and_run_flags, parse_config
+from ..config.io import own_and_run_flags
 from ..outputs import write_output, writing_to
 from ..reporting.metrics_file import METRICS_FILE, read_records
 from .arguments import Parser, output_folder, whole
-from .levels import check_trains, levels_of
+from .levels import levels_of, training_config
 from .program import exit_status, share_import_path
 
 LEVELS = levels_of("bf16", "te-tensorwise", "te-delayed", "O1", "O2", "O3", "O3-delayed", "O3-blockwise")
@@ -113,9 +113,8 @@ def check_levels(args: argparse.Namespace) -> None:
     """
     for level in [*args.levels, *args.speed_levels]:
         try:
-            flags = _flags(args, level, args.output_dir / level)
-            check_trains(flags)
-            check_config(parse_config(flags), args.nproc_per_node)
+            config = training_config(_flags(args, level, args.output_dir / level))
+            check_config(config, args.nproc_per_node)
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from ..config.checks import ConfigError
 from ..config.io import parse_command_line
+from ..config.schema import Config
 
 _FP8 = ("--precision", "fp8")
 _O3 = (*_FP8, "--opt-level", "O3")
@@ -43,8 +44,8 @@ LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def check_trains(flags: Sequence[str]) -> None:
-    """Check that a run of these flags trains, as those of a comparison do.
+def training_config(flags: Sequence[str]) -> Config:
+    """The configuration of these flags, of a run that trains as those of a comparison do.
 
     Raises:
         ConfigError: --skip-train or --dry-run is one of them.
@@ -53,6 +54,7 @@ def check_trains(flags: Sequence[str]) -> None:
     for name, given in (("skip_train", line.config.training.skip_train), ("dry_run", line.dry_run)):
         if given:
             raise ConfigError(f"{name}: the runs of a comparison train; leave it out")
+    return line.config
 
 
 def levels_of(*names: str) -> dict[str, list[str]]:

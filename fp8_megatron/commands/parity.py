@@ -47,7 +47,7 @@ from ..config.schema import CheckpointConfig, Config, PrecisionConfig
 from ..errors import UserError
 from ..outputs import writing_to
 from .arguments import Parser, output_folder, real, seed, whole
-from .levels import check_trains, levels_of
+from .levels import levels_of, training_config
 from .parity_results import read_results, show_table, write_results
 from .parity_runs import SAVE_SECONDS, SEED, Session, run_flags
 from .program import exit_status, share_import_path
@@ -179,13 +179,12 @@ def check_levels(args: argparse.Namespace) -> Config:
         ConfigError: a level cannot run with it, its precision is not the levels', it has not one validation loss, or
             it says what to load.
     """
-    config = parse_config(args.passed)
+    config = training_config(args.passed)
     if config.precision != PrecisionConfig():
         default = asdict(PrecisionConfig())
         name = next(name for name, value in asdict(config.precision).items() if value != default[name])
         raise ConfigError(f"{name}: the levels set everything of precision; leave it out")
     training = config.training
-    check_trains(args.passed)
     if training.eval_interval == 0 or (training.eval_iters == 0 and not training.full_validation):
         raise ConfigError(
             f"eval_interval({training.eval_interval}) and eval_iters({training.eval_iters}) must be above 0: the "

@@ -203,7 +203,7 @@ def _records(cluster: Cluster, config: Config) -> bool:
 def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> str:
     """The fastest layouts, the memory of the best by kind, its wire bytes, and what no measurement vouches for."""
     from ..planning.layouts import ROOM, better_accumulation
-    from ..planning.speed import RATES, unmeasured
+    from ..planning.speed import unmeasured
     from ..planning.vocabulary import padded_vocab_size
     from ..planning.wire import predict_wire_bytes
     from ..training.graph_choice import waits_for_host
@@ -235,9 +235,8 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
             lines.append(f"predicted, never measured, for the first: {'; '.join(lacking)}")
     else:
         lines.append(f"no step times: no rates of {level} were measured; the smallest peaks come first")
-    gpu = next(name.upper() for name, rates in RATES.items() if rates is cluster.rates)
-    memory = f"{ROOM:.0%} of {cluster.memory_bytes / 1e9:g} GB"
-    lines.append(f"{len(layouts)} layouts fit into {memory}; step times on {gpu}")
+    times = "" if best.step is None else f"; step times on {cluster.rates.name}"
+    lines.append(f"{len(layouts)} layouts fit into {ROOM:.0%} of {cluster.memory_bytes / 1e9:g} GB{times}")
     return "\n".join(lines)
 
 

@@ -169,10 +169,6 @@ def _one_pass(config: Config) -> str | None:
     return None if kind == "cyclic" else f"under dataloader_type({kind})"
 
 
-def _no_save(config: Config) -> str | None:
-    return "without save: no checkpoint is written" if config.checkpoint.save is None else None
-
-
 def _no_load(config: Config) -> str | None:
     return "without load" if config.checkpoint.load is None else None
 
@@ -284,18 +280,6 @@ _RULES = (
         "choose HuggingFaceTokenizer",
     ),
     Ignored(("null_tokenizer_eod_id",), _other_tokenizer("NullTokenizer"), "choose NullTokenizer"),
-    Ignored(
-        (
-            "save_interval",
-            "save_retain_interval",
-            "non_persistent_save_interval",
-            "async_save",
-            "save_optim",
-            "save_rng",
-        ),
-        _no_save,
-        "give --save",
-    ),
     Ignored(("load_optim", "load_rng"), _no_load, "give --load", is_error=False),
     Ignored(("full_validation",), _no_validation, "give --eval-interval"),
     Ignored(("data_sharding",), _one_pass, "give --dataloader-type cyclic"),

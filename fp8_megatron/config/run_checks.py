@@ -143,10 +143,14 @@ def _check_blends(data: DataConfig) -> Iterator[str]:
 def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
-        for name in ("keep_last", "allow_foreign_checkpoints"):
+        names = ("save_interval", "keep_last", "save_retain_interval", "async_save", "allow_foreign_checkpoints")
+        for name in (*names, "non_persistent_save_interval"):
             value = getattr(checkpoint, name)
             if value is not None and value is not False:
                 yield f"{name}({value}) needs a folder to save into; give --save"
+        for name in ("save_optim", "save_rng"):
+            if not getattr(checkpoint, name):
+                yield f"no_{name} has no effect without save; give --save"
         if checkpoint.ckpt_state_dtype != "native":
             yield f"ckpt_state_dtype({checkpoint.ckpt_state_dtype}) needs a folder to save into; give --save"
     elif checkpoint.save_retain_interval is not None and checkpoint.save_interval is None:

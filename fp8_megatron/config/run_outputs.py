@@ -69,11 +69,9 @@ class CheckpointConfig:
         return None not in (self.load, self.save) and Path(self.load or "").resolve() == Path(self.save or "").resolve()
 
     def saves_at(self, iteration: int) -> bool:
-        """Whether a checkpoint is due after this step."""
+        """Whether an interval ends with this step."""
         intervals = (self.save_interval, self.non_persistent_save_interval)
-        return self.save is not None and any(
-            interval is not None and iteration % interval == 0 for interval in intervals
-        )
+        return any(interval is not None and iteration % interval == 0 for interval in intervals)
 
     @property
     def saves_by_interval(self) -> bool:

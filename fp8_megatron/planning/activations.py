@@ -14,7 +14,7 @@ from ..config.schema import Config
 from ..formats import StorageDtype
 from .memory import parameters_by_class, predict_memory
 from .storage import model_storage
-from .wire import predict_stage_bytes
+from .wire import predict_recorded_message_bytes
 
 #: Bytes of an element of the 16-bit types.
 _HALF = 2
@@ -101,8 +101,7 @@ def predict_peak(
 def _recording(config: Config, gathered: int, *, world_size: int, stage: int) -> int:
     """Bytes that only a CUDA graph holds; `gathered`: of a rank's weights."""
     replicas = config.num_replicas(world_size)
-    # A stage receives as many messages as it sends.
-    messages = 2 * predict_stage_bytes(config, world_size=world_size, stage=stage)
+    messages = predict_recorded_message_bytes(config, world_size=world_size, stage=stage)
     return messages + (gathered // replicas if replicas > 1 else 0)
 
 

@@ -39,6 +39,7 @@ class GpuRates:
     """What one GPU does; `H200` and `H100` say where each figure comes from.
 
     Attributes:
+        name: of the GPU.
         fp8_gemm_flops, half_gemm_flops: FLOP/s of GEMMs in a training step.
         attention_flops: FLOP/s of causal attention by the width of a head and the tokens of a sequence; forward and
             backward count three forwards.
@@ -59,6 +60,7 @@ class GpuRates:
             its size; with copy engines and over NCCL.
     """
 
+    name: str
     fp8_gemm_flops: float
     half_gemm_flops: float
     attention_flops: dict[tuple[int, int], float]
@@ -79,9 +81,9 @@ class GpuRates:
     exchange: dict[int, float]
     nccl_exchange: dict[int, float]
 
-    def with_memory(self, share: float) -> GpuRates:
-        """The same GPU, with memory that moves `share` times as many bytes/s: all kernels but GEMMs and attention wait
-        for it."""
+    def with_memory(self, name: str, share: float) -> GpuRates:
+        """A GPU that differs in its memory, which moves `share` times as many bytes/s: all kernels but GEMMs and
+        attention wait for it."""
 
         def slower(rates: ElementRates) -> ElementRates:
             return ElementRates(**{name: seconds / share for name, seconds in vars(rates).items()})
@@ -90,6 +92,7 @@ class GpuRates:
         names += ["fp8_update", "moments_update", "split_update", "half_update"]
         return replace(
             self,
+            name=name,
             delayed=slower(self.delayed),
             tensorwise=slower(self.tensorwise),
             copied=self.copied * share,
@@ -103,6 +106,7 @@ class GpuRates:
 #: llama8b_8_layers_32k_h200.json), 16 bits and other kernels of GPT-1.3B (gpt1.3b_h200.json). The remaining kernels are
 #: of kernels_h200.json, exchanges of tensor_parallel_7b_h200.json: those of a forward, and as much again for backward.
 H200 = GpuRates(
+    name="H200",
     fp8_gemm_flops=1322e12,
     half_gemm_flops=750e12,
     attention_flops={
@@ -133,9 +137,9 @@ H200 = GpuRates(
 
 
 #: The same chip with slower memory: 3.35 and 4.8 TB/s by NVIDIA's data sheets.
-H100 = H200.with_memory(3.35 / 4.8)
-#: By the name of the GPU.
-RATES = {"h100": H100, "h200": H200}
+H100 = H200.with_memory("H100", 3.35 / 4.8)
+#: By the word of `plan --gpu`.
+RATES = {rates.name.lower(): rates for rates in (H100, H200)}
 #: Attention's forward over forward and backward (attention_h200.json).
 _ATTENTION_FORWARD = 0.25
 #: Below this, GPT-345M's steps of 4 sequences took 23 to 27% longer than predicted (docs/planning.md).
@@ -180,7 +184,7 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int, rates: Gp
         text
         for text, applies in (
             ("more than one node", world_size > gpus_per_node),
-            ("tensor and context parallelism on H100", exchanges and rates is H100),
+            ("tensor or context parallelism on H100", exchanges and rates is H100),
             ("more than two virtual stages on each rank", (config.pipeline_layout.virtual_size or 1) > 2),
             (f"tensor-parallel size {tp}", tp > max(H200.nccl_exchange)),
             (

@@ -63,3 +63,11 @@ def predict_stage_bytes(config: Config, *, world_size: int, stage: int = 0) -> i
     num_chunks = len(layout.chunks[stage])
     borders = 2 * num_chunks - (stage == 0) - (stage == layout.num_stages - 1)
     return borders * config.num_micro_batches(world_size) * stage_message_bytes(config)
+
+
+def predict_recorded_message_bytes(config: Config, *, world_size: int, stage: int = 0) -> int:
+    """Bytes of the messages that a recorded step of a rank of a pipeline stage holds: all that it sends and receives.
+
+    While a CUDA graph is recorded, torch does not reuse what NCCL's stream used. A stage receives as much as it sends.
+    """
+    return 2 * predict_stage_bytes(config, world_size=world_size, stage=stage)

@@ -113,8 +113,8 @@ def has_room(device: torch.device, message_bytes: int) -> bool:
     All ranks call this once, at the same step. It waits for the device.
 
     Args:
-        message_bytes: of what this rank's pipeline stage sends and receives in a step. A recording holds all of it:
-            while it is made, torch frees nothing that NCCL's stream used.
+        message_bytes: of messages between pipeline stages that this rank's recording holds
+            (`planning.wire.predict_recorded_message_bytes`).
     """
     used, messages = device_memory.peak_used_share(device), message_bytes / device_memory.memory_bytes(device)
     shares = torch.tensor([used * _ROOM_FACTOR + messages, used, messages], device=device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..device import memory as device_memory
 from ..mcore.pipeline import schedule_arguments
-from ..planning.wire import predict_stage_bytes
+from ..planning.wire import predict_recorded_message_bytes
 from ..quantization.cast_report import CastReport
 from ..reporting.step_figures import StepFigures
 from ..storage import GradReduceMode
@@ -95,12 +95,6 @@ def compute_gradients(
     return torch.cat([_part_of_loss(losses, state), _sum(underflow, state), _sum(clamped, state)])
 
 
-def _message_bytes(state: TrainingState) -> int:
-    """Of what this rank's stage sends and receives in a step: as much as the other."""
-    topology = state.topology
-    return 2 * predict_stage_bytes(state.config, world_size=topology.world_size, stage=topology.pp.rank())
-
-
 def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
     """`compute_gradients` as a CUDA graph.
 
@@ -125,12 +119,16 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
         torch.distributed.all_reduce(ready, torch.distributed.ReduceOp.MIN)
         return bool(ready.item())
 
+    def has_room_for_step() -> bool:
+        world_size, stage = state.topology.world_size, state.topology.pp.rank()
+        return has_room(state.device, predict_recorded_message_bytes(state.config, world_size=world_size, stage=stage))
+
     return StepGraph(
         partial(compute_gradients, state),
         before_recording,
         can_measure=lambda: any(buffer.underflow is not None for buffer in state.optimizer.buffers),
         can_sample=state.sampler is not None,
-        has_room=partial(has_room, state.device, _message_bytes(state)) if needs_room else lambda: True,
+        has_room=has_room_for_step if needs_room else lambda: True,
         is_ready=is_ready,
         may_go_on=needs_room and state.topology.world_size == 1,
         num_micro_batches=state.num_micro_batches,

@@ -74,6 +74,7 @@ def test_levels_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(words.split()) == 0
     out = capsys.readouterr().out
     assert "no step times: no rates of te were measured" in out and _rows(out)[0][-2:] == ["-", "-"]
+    assert "step times on" not in out
 
 
 def test_a_host_that_may_be_too_slow_is_named(capsys: pytest.CaptureFixture[str]) -> None:

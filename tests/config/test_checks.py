@@ -453,7 +453,10 @@ FULL = "--recompute-granularity full "
         (1, "--bf16 --fp8-health-interval 5", "fp8_health_interval(5) has no effect under precision(bf16)"),
         (1, "--lr-wsd-decay-iters 10", "lr_wsd_decay_iters(10) has no effect under lr_decay_style(linear)"),
         # checkpoints
+        (1, "--save-interval 5", "save_interval(5) needs a folder to save into; give --save"),
         (1, "--keep-last 2", "keep_last(2) needs a folder to save into; give --save"),
+        (1, "--async-save", "async_save(True) needs a folder to save into; give --save"),
+        (1, "--save-retain-interval 5", "save_retain_interval(5) needs a folder to save into; give --save"),
         (1, "--ckpt-state-dtype fp32", "ckpt_state_dtype(fp32) needs a folder to save into; give --save"),
         (
             1,

@@ -237,12 +237,15 @@ def test_what_megatron_does_not_read_either_is_a_note(tmp_path: Path, flags: str
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--save-interval 9", "save_interval(9) has no effect without save: no checkpoint is written; drop it or give"),
-        ("--save-retain-interval 9", "save_retain_interval(9) has no effect without save"),
-        ("--non-persistent-save-interval 9", "non_persistent_save_interval(9) has no effect without save"),
-        ("--async-save", "async_save(True) has no effect without save"),
-        ("--no-save-optim", "save_optim(False) has no effect without save"),
-        ("--no-save-rng", "save_rng(False) has no effect without save"),
+        ("--save-interval 9", "save_interval(9) needs a folder to save into; give --save"),
+        ("--save-retain-interval 9", "save_retain_interval(9) needs a folder to save into; give --save"),
+        (
+            "--non-persistent-save-interval 9",
+            "non_persistent_save_interval(9) needs a folder to save into; give --save",
+        ),
+        ("--async-save", "async_save(True) needs a folder to save into; give --save"),
+        ("--no-save-optim", "no_save_optim has no effect without save; give --save"),
+        ("--no-save-rng", "no_save_rng has no effect without save; give --save"),
     ],
 )
 def test_saving_without_a_folder_is_an_error(flags: str, problem: str) -> None:

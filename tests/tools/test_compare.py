@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from benchmarks import compare as compare_script
 from benchmarks.peers.runs import PEERS
 from fp8_megatron.device import cudnn
+from fp8_megatron.training import step_graph
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
@@ -44,6 +46,11 @@ def test_a_peer_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (result["final_loss"], result["causal_tflops_per_gpu"]) == (2.0, 1.5)
     assert "stub-bf16" in (tmp_path / "out" / "comparison.md").read_text()
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
+
+
+def test_a_recorded_run_is_known_by_its_log() -> None:
+    """The words that it is looked for are those that the trainer logs."""
+    assert compare_script._RECORDED in inspect.getsource(step_graph)
 
 
 def test_a_peer_has_the_users_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
