@@ -313,7 +313,7 @@ def test_a_shard_is_fp32_for_many_reductions(
     assert plain.of_grads(StorageClass.LINEAR).shard is StorageDtype.FP32
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 16, 17])
+@pytest.mark.parametrize("num_micro_batches", [1, 16, 17, 64, 256])
 def test_the_default_keeps_30_db_of_any_number_of_reductions(num_micro_batches: int) -> None:
     """Of equal gradients, the worst case: each is rounded to E4M3 alike, and a sum in BF16 rounds each addend."""
     dtype = ModelStorage(num_micro_batches=num_micro_batches).of_grads(StorageClass.LINEAR).shard.torch_dtype
