@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,15 +93,20 @@ def _gpt2(tiny: bool) -> nn.Module:
 _GPT2_XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
 
 
-def _llama(tiny: bool) -> nn.Module:
+def _llama(tiny: bool, *, width: int, ffn: int, layers: int, ties_head: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    if not tiny:
-        shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-    heads, vocab = (2, 256) if tiny else (8, 128_256)
+    if tiny:
+        width, ffn, layers = 64, 128, 2
     config = LlamaConfig(
-        **shape, num_key_value_heads=heads, vocab_size=vocab, tie_word_embeddings=True, use_cache=False
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=4 if tiny else 32,
+        num_key_value_heads=2 if tiny else 8,
+        vocab_size=256 if tiny else 128_256,
+        tie_word_embeddings=ties_head,
+        use_cache=False,
     )
     return LlamaForCausalLM(config)
 
@@ -160,7 +166,18 @@ WORKS = {
     "swin-1b": Work(_swin, _images(32, 224), 32, "Swin, 448 wide, depths 2 2 18 2, 32 images of 224 × 224"),
     "vit-1.2b": Work(_vit, _images(64, 224), 64, "ViT, 24 layers of 2048, 64 images of 224 × 224"),
     "gpt2-xl": Work(_gpt2, _tokens(8, 1024, 50_257), 8, "GPT-2-XL, 8 sequences of 1,024 tokens"),
-    "llama-1b": Work(_llama, _tokens(4, 2048, 128_256), 4, "Llama-3.2-1B's shape, 4 sequences of 2,048 tokens"),
+    "llama-1b": Work(
+        partial(_llama, width=2048, ffn=8192, layers=16, ties_head=True),
+        _tokens(4, 2048, 128_256),
+        4,
+        "Llama-3.2-1B's shape, 4 sequences of 2,048 tokens",
+    ),
+    "llama-8b-4-layers": Work(
+        partial(_llama, width=4096, ffn=14336, layers=4, ties_head=False),
+        _tokens(4, 2048, 128_256),
+        4,
+        "Llama-3-8B's shape with 4 of 32 layers and a head of its own, 4 sequences of 2,048 tokens",
+    ),
     "bert-large": Work(_bert, _tokens(32, 512, 30_522), 32, "BERT-large, 32 sequences of 512 tokens"),
     "te-gpt": Work(
         _te_gpt,

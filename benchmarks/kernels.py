@@ -41,10 +41,12 @@ GEMMS = ((TOKENS, 3 * HIDDEN, HIDDEN), (TOKENS, HIDDEN, HIDDEN), (TOKENS, FFN, H
 LLAMA_LAYERS = ((6144, HIDDEN), (28672, HIDDEN), (HIDDEN, 14336))
 #: Sequences of a micro-batch, and tokens of each.
 ATTENTION_SHAPES = ((4, 2048), (1, 8192))
-LINEAR = "linear"
+#: Llama-3-8B's head.
+HEAD_SHAPE = (TOKENS, 128256, HIDDEN)
+LINEAR, HEAD = "linear", "head"
 SECTIONS = (
     *("quantization", "norms", "gradients", "activations", "attention", "loss", "blockwise", "optimizer", "gemms"),
-    *("block_casts", "block_gemms", LINEAR),
+    *("block_casts", "block_gemms", LINEAR, HEAD),
 )
 
 
@@ -147,6 +149,8 @@ def main(words: Sequence[str] | None = None) -> int:
         started = time.perf_counter()
         if section == LINEAR:
             linears += linear_cases.measure([Shape(*shape) for shape in GEMMS], device)
+        elif section == HEAD:
+            linears += linear_cases.measure([Shape(*HEAD_SHAPE)], device, steps=linear_cases.HEAD_STEPS)
         else:
             bench.measure(section, cases(section, device, arguments.log2_elements))
         seconds[section] = time.perf_counter() - started

@@ -13,7 +13,7 @@ Each call is y = x·Wᵀ + b and the gradients of x, W and b from one output gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from kernel_timing import reason, seconds_per_call
 from fp8_megatron.formats import StorageDtype
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.linear import fp8_linear
+from fp8_megatron.nn.row_scaled import row_scaled_linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -33,6 +34,7 @@ HISTORY_LENGTH = 16
 BF16, TE, TE_CACHED = "BF16", "Transformer Engine, delayed", "Transformer Engine, delayed, W cast once"
 FP8_DELAYED, FP8_CURRENT = "FP8, delayed", "FP8, current"
 FP8_FAST = "FP8, delayed, weight gradient too"
+FP8_ROWS = "FP8, current, a scale for each row of y's gradient"
 ALL_SHAPES = "all"
 #: Targets of FP8 (delayed): speed relative to BF16, and to Transformer Engine.
 TARGETS = {BF16: 1.65, TE: 1.0}
@@ -72,8 +74,15 @@ class Shape:
         return f"M={self.tokens} N={self.out_features} K={self.in_features}"
 
 
-def fp8_step(shape: Shape, device: torch.device, *, delayed: bool, delays_weight_grads: bool = False) -> Step:
-    """This project's layer."""
+def fp8_step(
+    shape: Shape,
+    device: torch.device,
+    *,
+    delayed: bool,
+    delays_weight_grads: bool = False,
+    scales_grad_rows: bool = False,
+) -> Step:
+    """This project's layer. With `scales_grad_rows` it is a language model's head (`nn.row_scaled`)."""
     history = AmaxHistory(HISTORY_LENGTH, "max", power_of_two=False) if delayed else None
     recipe = Recipe("delayed" if delayed else "tensorwise", False, history, delays_weight_grads)
     quantizers = recipe.linear_quantizers()
@@ -89,7 +98,8 @@ def fp8_step(shape: Shape, device: torch.device, *, delayed: bool, delays_weight
 
     def step(_: int) -> None:
         storage.reset()
-        y = fp8_linear(x, LinearParams(weight, bias, quantizers))
+        linear = LinearParams(weight, bias, quantizers)
+        y = row_scaled_linear(x, linear, x.dtype) if scales_grad_rows else fp8_linear(x, linear)
         torch.autograd.grad(y, [x, bias], grad)
         if history is not None:
             history.update(None)
@@ -141,6 +151,13 @@ STEPS: dict[str, Callable[[Shape, torch.device], Step]] = {
     TE: partial(te_step, cast_once=False),
     TE_CACHED: partial(te_step, cast_once=True),
 }
+#: Of a language model's head, which `initialize` gives a scale for each row.
+HEAD_STEPS: dict[str, Callable[[Shape, torch.device], Step]] = {
+    BF16: bf16_step,
+    FP8_CURRENT: partial(fp8_step, delayed=False),
+    FP8_ROWS: partial(fp8_step, delayed=False, scales_grad_rows=True),
+    TE: partial(te_step, cast_once=False),
+}
 
 
 def time_step(step: Step) -> tuple[float, str]:
@@ -155,15 +172,20 @@ def time_step(step: Step) -> tuple[float, str]:
 
 
 def measure(
-    shapes: Sequence[Shape], device: torch.device, timer: Callable[[Step], tuple[float, str]] = time_step
+    shapes: Sequence[Shape],
+    device: torch.device,
+    timer: Callable[[Step], tuple[float, str]] = time_step,
+    steps: Mapping[str, Callable[[Shape, torch.device], Step]] = STEPS,
 ) -> Iterator[LinearRow]:
-    """One row per shape and layer, then sums over the shapes. A failed case becomes a row with its error."""
-    rows = [_measure_one(name, shape, device, timer) for name in STEPS for shape in shapes]
+    """One row per shape and layer, then sums over several shapes. A failed case becomes a row with its error."""
+    rows = [_measure_one(name, steps[name], shape, device, timer) for name in steps for shape in shapes]
     for shape in shapes:
         yield from with_ratios([row for row in rows if row.shape == str(shape)])
+    if len(shapes) == 1:
+        return
     num_flops = sum(shape.num_flops for shape in shapes)
     totals = []
-    for name in STEPS:
+    for name in steps:
         times = [row.milliseconds for row in rows if row.name == name and row.milliseconds is not None]
         if len(times) == len(shapes):  # a layer that failed at one shape has no sum
             totals.append(LinearRow(ALL_SHAPES, name, sum(times), num_flops / sum(times) / 1e9))
@@ -171,11 +193,15 @@ def measure(
 
 
 def _measure_one(
-    name: str, shape: Shape, device: torch.device, timer: Callable[[Step], tuple[float, str]]
+    name: str,
+    make: Callable[[Shape, torch.device], Step],
+    shape: Shape,
+    device: torch.device,
+    timer: Callable[[Step], tuple[float, str]],
 ) -> LinearRow:
     row = LinearRow(str(shape), name)
     try:
-        seconds, row.timing = timer(STEPS[name](shape, device))
+        seconds, row.timing = timer(make(shape, device))
         row.milliseconds = seconds * 1e3
         row.tflop_per_s = shape.num_flops / seconds / 1e12
     except Exception as error:
