@@ -25,6 +25,8 @@ from .transformers_tokenizer import HuggingFaceTokenizer, check_json_files
 _SPACE = "\u2581"
 _GENERATION = "generation_config.json"
 _TEMPLATE = "chat_template.jinja"
+#: Templates that a caller names, and the one that transformers takes where tools are given.
+_FURTHER_TEMPLATES = "additional_chat_templates"
 _SETTINGS = "tokenizer_config.json"
 _FILES = (
     "tokenizer.json",
@@ -103,6 +105,7 @@ def _set_template(folder: Path, text: str | None) -> None:
         UserError: a file is damaged.
     """
     (folder / _TEMPLATE).unlink(missing_ok=True)
+    shutil.rmtree(folder / _FURTHER_TEMPLATES, ignore_errors=True)
     if text is not None:
         (folder / _TEMPLATE).write_text(text, encoding="utf-8", newline="")
     check_json_files(folder)
@@ -247,6 +250,10 @@ def import_tokenizer(folder: Path, target: Path, final: Path | None = None) -> I
 
 def _copy_files(folder: Path, target: Path) -> list[str]:
     found = [name for name in _FILES if (folder / name).is_file()]
+    further = sorted((folder / _FURTHER_TEMPLATES).glob("*.jinja"))
+    if further:
+        (target / _FURTHER_TEMPLATES).mkdir()
+        found += [f"{_FURTHER_TEMPLATES}/{path.name}" for path in further]
     for name in found:
         shutil.copyfile(folder / name, target / name)
     return found

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 
 from fp8_megatron.config.schema import DataConfig
-from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer, import_tokenizer
+from fp8_megatron.data.hugging_face_tokenizer import copy_tokenizer, export_tokenizer, import_tokenizer
 from fp8_megatron.data.sft_conversations import conversations_of
 from fp8_megatron.data.sft_encoding import Encoding
 from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, padded_vocab_size
@@ -284,6 +284,26 @@ def test_the_tokenizers_own_chat_template_is_exported_alone_if_it_is_that_of_tra
     assert theirs.chat_template == CHATML
     theirs, _ = exported_chat_tokenizer(tmp_path / "gone", folder, sft_chat_template="gone.jinja")
     assert theirs.chat_template is None
+
+
+def test_further_chat_templates_travel_unless_a_run_was_trained_with_another(tmp_path):
+    """transformers takes the one of that name for a conversation with tools."""
+    pytest.importorskip("transformers")
+    own = build_tokenizer("HuggingFaceTokenizer", save_chat_tokenizer(tmp_path / "own")).backend
+    own.chat_template = {"default": CHATML, "tool_use": "tools: " + CHATML}
+    own.save_pretrained(str(tmp_path / "own"))
+    (tmp_path / "copy").mkdir()
+    copied = copy_tokenizer(tmp_path / "own", {}, tmp_path / "copy")
+    imported = import_tokenizer(tmp_path / "own", tmp_path / "ours")
+    (tmp_path / "out").mkdir()
+    exported = export_tokenizer(imported.data_section(DataConfig()), tmp_path / "out")
+    for folder, result in (("copy", copied), ("ours", imported), ("out", exported)):
+        theirs = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / folder)).backend
+        assert theirs.chat_template == own.chat_template and "/tool_use.jinja" in result.message
+    file = tmp_path / "trained.jinja"
+    file.write_text(MARKED_CHATML)
+    theirs, _ = exported_chat_tokenizer(tmp_path / "sft", imported.tokenizer_model, sft_chat_template=str(file))
+    assert theirs.chat_template == MARKED_CHATML
 
 
 def exported_chat_tokenizer(tmp_path, folder, **settings):
