@@ -31,7 +31,7 @@ def merge(arguments: argparse.Namespace) -> int:
     """Check all pairs, then join them. After an error no file remains.
 
     Raises:
-        UserError: the folder has no pairs, a pair is damaged or has another dtype, or the output exists.
+        UserError: the folder has no pairs, a pair is damaged, multimodal or of another dtype, or the output exists.
     """
     prefix: str = arguments.output_prefix
     outputs = [Path(f"{prefix}{extension}") for extension in (".bin", ".idx")]
@@ -53,6 +53,12 @@ def merge(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"{other.prefix} has tokens of {other.dtype}, {first.prefix} of {first.dtype}: they are of vocabularies of "
             f"other sizes; preprocess all with one tokenizer"
+        )
+    multimodal = next((summary for summary in summaries if summary.has_modes), None)
+    if multimodal is not None:
+        raise UserError(
+            f"{multimodal.prefix}.idx is that of a multimodal dataset, whose modes would be lost: join text alone, or "
+            f"use Megatron's merge_datasets.py --multimodal"
         )
     with writing_to(outputs[0], "--output-prefix"):
         outputs[0].parent.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,8 @@ class IndexedSummary:
     sequence_lengths: np.ndarray
     #: Where documents start and the last one ends, in sequences, int64 [documents + 1], mapped from the file.
     document_boundaries: np.ndarray
+    #: Whether the index has a mode for each sequence, as those of multimodal datasets.
+    has_modes: bool
 
 
 def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> IndexedSummary:
@@ -69,7 +71,8 @@ def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> Indexed
         )
     if vocab_size is not None:
         _check_token_ids(bin_path, dtype, vocab_size)
-    return IndexedSummary(prefix, dtype, num_boundaries - 1, num_tokens, lengths, boundaries)
+    has_modes = idx_path.stat().st_size > _HEADER.size + 12 * num_sequences + 8 * num_boundaries
+    return IndexedSummary(prefix, dtype, num_boundaries - 1, num_tokens, lengths, boundaries, has_modes)
 
 
 def _read_header(idx_path: Path) -> tuple[np.dtype, int, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from fp8_megatron.commands import merge_datasets, preprocess_data
@@ -180,6 +181,10 @@ def test_what_cannot_be_merged_is_one_line(tmp_path, tokenizer_model, capsys):
     write_as_megatron(tmp_path / "a", tokenizer, ["text"])
     write_as_megatron(tmp_path / "b", build_tokenizer("NullTokenizer", None, 100_000), ["1 2"])
     assert "tokens of int32" in problem()
+    builder = IndexedDatasetBuilder(str(tmp_path / "b.bin"), dtype=np.uint16, multimodal=True)
+    builder.add_document(torch.tensor([1, 2, 3]), [1, 2], [0, 1])
+    builder.finalize(str(tmp_path / "b.idx"))
+    assert "b.idx is that of a multimodal dataset, whose modes would be lost" in problem()
     (tmp_path / "b.idx").unlink()
     assert "b has no .idx: copy it too, or move its .bin away" in problem()
     (tmp_path / "b.bin").unlink()
