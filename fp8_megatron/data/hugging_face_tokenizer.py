@@ -229,7 +229,7 @@ def import_tokenizer(folder: Path, target: Path, final: Path | None = None) -> I
         UserError: a file is damaged.
     """
     final = final or target
-    if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")) or _adds_to_model(folder):
         check_json_files(folder)
         target.mkdir(parents=True, exist_ok=True)
         message = f"tokenizer: {', '.join(_copy_files(folder, target))} in {final}"
@@ -246,6 +246,23 @@ def import_tokenizer(folder: Path, target: Path, final: Path | None = None) -> I
         model = final / "tokenizer.model"
         return ImportedTokenizer(f"tokenizer: {model}", "SentencePieceTokenizer", str(model))
     return ImportedTokenizer(f"no tokenizer: {folder} has none; give --tokenizer-type and --tokenizer-model to the run")
+
+
+def _adds_to_model(folder: Path) -> bool:
+    """Whether a folder names tokens that its SentencePiece model does not have, such as those of a chat template.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    if not (folder / "tokenizer.model").is_file():
+        return False
+    check_json_files(folder)
+    path = folder / "added_tokens.json"
+    numbers = _settings(folder).get("added_tokens_decoder")
+    if not isinstance(numbers, dict):  # as transformers, which reads the older file only without these
+        numbers = json.loads(path.read_text(encoding="utf-8")).values() if path.is_file() else ()
+    size = SentencePieceTokenizer(str(folder / "tokenizer.model")).vocab_size
+    return any(number.isdecimal() and int(number) >= size for number in map(str, numbers))
 
 
 def _copy_files(folder: Path, target: Path) -> list[str]:

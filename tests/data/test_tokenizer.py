@@ -204,6 +204,29 @@ def test_a_tokenizer_whose_class_its_model_names_is_imported_as_that(tmp_path):
     assert ours.backend.model_max_length == theirs.model_max_length
 
 
+@pytest.mark.parametrize("place", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_beside_a_sentencepiece_model_are_imported(tmp_path, place):
+    """The model alone would cut them."""
+    pytest.importorskip("transformers")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "tokenizer.model").write_bytes(train_with_defaults())
+    settings = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+    decoder = {str(index): {"content": text, "special": True} for index, text in enumerate(("<unk>", "<s>", "</s>"))}
+    known = {**settings, "added_tokens_decoder": decoder}
+    (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(known))
+    assert import_tokenizer(tmp_path / "own", tmp_path / "without").tokenizer_type == "SentencePieceTokenizer"
+    if place == "added_tokens.json":
+        known = settings
+        (tmp_path / "own" / place).write_text(json.dumps({"<|im_start|>": 600}))
+    else:
+        decoder["600"] = {"content": "<|im_start|>", "special": True}
+    (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(known))
+    imported = import_tokenizer(tmp_path / "own", tmp_path / "ours")
+    assert f"tokenizer.model in {tmp_path / 'ours'}" in imported.message
+    ours = build_tokenizer(imported.tokenizer_type, imported.tokenizer_model)
+    assert 600 in ours.encode("<|im_start|>user") and ours.vocab_size == 601
+
+
 def test_a_tokenizer_that_transformers_cannot_load_is_said(tmp_path):
     pytest.importorskip("transformers")
     save_nameless_tokenizer(tmp_path / "own", {})
