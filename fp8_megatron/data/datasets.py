@@ -12,9 +12,10 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from ..config.schema import DataConfig
+from ..config.words import flag_name
 from ..errors import UserError
 from .index_files import CachedGPTDataset, DatasetBuilder, index_folder
-from .indexed import IndexedSummary, check_indexed_dataset
+from .indexed import IndexedSummary, check_indexed_dataset, may_have_ends
 from .splits import SPLITS, blends_of_splits, builder_sources, process_group, remedies, weighted
 from .token_files import Blend
 from .tokenizer import Tokenizer
@@ -100,7 +101,8 @@ def build_datasets(
         vocab_size: upper bound of token ids (exclusive). Default: the tokenizer's.
 
     Raises:
-        UserError: bad paths, blends, files or --split, or too little text for one sample.
+        UserError: bad paths, blends, files or --split, too little text for one sample, or settings of documents' ends
+            for text that has none.
     """
     sizes = (num_train_samples, num_valid_samples, num_test_samples)
     vocab_size = vocab_size or tokenizer.vocab_size
@@ -116,6 +118,7 @@ def build_datasets(
     blends = blends_of_splits(data, sizes)
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend.prefixes})
     files = {prefix: check_indexed_dataset(prefix, vocab_size) for prefix in prefixes}
+    _check_ends(data, files, tokenizer.eod)
     blends = tuple(blend and weighted(blend, lambda prefix: files[prefix].num_tokens) for blend in blends)
     config = _gpt_dataset_config(data, blends, sizes, seq_length, seed, tokenizer)
     _check_enough_text(data, config, blends, files)
@@ -144,6 +147,20 @@ def build_validation_sets(
             dataset = DatasetBuilder(CachedGPTDataset, [0, None, 0], lambda: True, config).build()[1]
         found.append(dataset)
     return found
+
+
+def _check_ends(data: DataConfig, files: dict[str, IndexedSummary], eod: int) -> None:
+    """Raise UserError if a setting looks for the ends of documents, and no file of several documents has one."""
+    flags = [
+        flag_name(name)
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        if getattr(data, name)
+    ]
+    if flags and not any(may_have_ends(summary, eod) for summary in files.values()):
+        raise UserError(
+            f"{', '.join(flags)} finds the end of a document by token {eod}, which {', '.join(files)} does not have: "
+            f"preprocess with --append-eod and this run's tokenizer, or leave the flag out"
+        )
 
 
 def _gpt_dataset_config(

@@ -75,6 +75,16 @@ def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> Indexed
     return IndexedSummary(prefix, dtype, num_boundaries - 1, num_tokens, lengths, boundaries, has_modes)
 
 
+def may_have_ends(summary: IndexedSummary, eod: int) -> bool:
+    """Whether the token that ends a document is among the first 64 MB of a dataset's tokens or is its last one.
+
+    Also true of a single document, whose end is the dataset's.
+    """
+    tokens = np.memmap(f"{summary.prefix}.bin", summary.dtype, "r")
+    first = tokens[: FULL_SCAN_BYTES // summary.dtype.itemsize]
+    return summary.num_documents == 1 or bool(tokens[-1] == eod) or bool((first == eod).any())
+
+
 def _read_header(idx_path: Path) -> tuple[np.dtype, int, int]:
     """(dtype of tokens, number of sequences, number of document boundaries). Checks the file's size."""
     size = idx_path.stat().st_size

@@ -70,6 +70,17 @@ def test_end_of_document_settings_reach_the_samples(write_tokens):
     assert masked["position_ids"].max() == 2
 
 
+@pytest.mark.parametrize("name", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_settings_of_ends_that_no_document_has_are_refused(write_tokens, name):
+    without = write_tokens("without", counting(10, 50))
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(UserError, match=rf"{flag} finds the end of a document by token 4999, which .*without does not"):
+        build(5, data_path=(without,), split="1", **{name: True})
+    build(5, data_path=(without,), split="1")
+    build(5, data_path=(without, write_tokens("with", [[1] * 60, [2, TOKENIZER.eod]])), split="1", **{name: True})
+    build(5, data_path=(write_tokens("one", counting(1, 500)),), split="1", **{name: True})
+
+
 def test_how_files_are_read_changes_no_sample(write_tokens, tmp_path, monkeypatch):
     """Mapped or read, indices built by one thread or four; both settings reach megatron-core."""
     blend = ("0.4", write_tokens("a", counting(30, 50)), "0.6", write_tokens("b", counting(30, 50, start=2000)))

@@ -23,8 +23,9 @@ SEQ = 16
 
 
 def token_files(folder: Path, name: str, num_documents: int, seed: int) -> str:
+    """Documents of 40 tokens, the last of which is their end token, 63."""
     rng = np.random.default_rng(seed)
-    write_token_files(folder / name, [rng.integers(63, size=40).tolist() for _ in range(num_documents)])
+    write_token_files(folder / name, [[*rng.integers(63, size=39).tolist(), 63] for _ in range(num_documents)])
     return str(folder / name)
 
 
