@@ -72,6 +72,7 @@ def conversations_of(line: bytes, place: str) -> list[Conversation]:
     tools = content.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise UserError(f'{place}: "tools" is {type(tools).__name__}, not a list of JSON schemas; correct it')
+    _check_utf8(tools, f"{place}, tools")
     checked = [_checked(message, f"{place}, message {number}") for number, message in enumerate(messages, 1)]
     starts = [index for index, message in enumerate(checked) if index == 0 or message["role"] == "system"]
     parts = [tuple(checked[start:end]) for start, end in zip(starts, [*starts[1:], len(checked)], strict=True)]
@@ -96,8 +97,13 @@ def _checked(message: object, place: str) -> Message:
         raise UserError(f"{place}: content is {kind}, not a string; write the text itself")
     if role == ANSWERING and not calls and not str(content).strip():
         raise UserError(f"{place}: the answer is empty; write one, or remove the line")
+    _check_utf8(message, place)
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _check_utf8(content: object, place: str) -> None:
+    """Raise `UserError` if JSON holds lone surrogates, which no tokenizer takes."""
     try:
-        json.dumps(message, ensure_ascii=False).encode("utf-8")
+        json.dumps(content, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"{place}: not UTF-8 ({error.reason}); correct the text") from None
-    return {key: value for key, value in message.items() if value is not None or key == "content"}

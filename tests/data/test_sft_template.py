@@ -166,6 +166,7 @@ USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
         ({"messages": [ANSWER]}, "x.jsonl:7: the first message is the assistant's"),
         ({"messages": [USER, ANSWER], "tools": "add"}, '"tools" is str, not a list'),
         ({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}, "message 2: not UTF-8"),
+        ({"messages": [USER, ANSWER], "tools": [{"name": "\ud800"}]}, "x.jsonl:7, tools: not UTF-8"),
     ],
 )
 def test_a_bad_line_is_named(content: Any, message: str) -> None:
