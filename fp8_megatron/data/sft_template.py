@@ -52,6 +52,7 @@ class ChatTemplate:
             )
         self.text: str = own if template is None else template
         self._marks_answers = _MARK.search(self.text) is not None
+        self._reads_weights = "weight" in self.text
         self._knows_null = _KNOWS_NULL.search(self.text) is not None
 
     @property
@@ -73,8 +74,10 @@ class ChatTemplate:
             int32 [n], bool [n].
 
         Raises:
-            UserError: the template refuses the conversation, or does not tell where its answers are.
+            UserError: the template refuses the conversation, or does not tell where its answers are; an answer has a
+                ``weight`` that the template does not read.
         """
+        self._check_weights(conversation)
         text, spans = self._marked(conversation) if self._marks_answers else self._compared(conversation)
         encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = np.array(encoded["input_ids"], dtype=np.int32)
@@ -89,6 +92,16 @@ class ChatTemplate:
             answers_last = conversation.messages[-1]["role"] == ANSWERING
             tokens, is_answer = np.append(tokens, np.int32(eod)), np.append(is_answer, answers_last)
         return tokens, is_answer
+
+    def _check_weights(self, conversation: Conversation) -> None:
+        """Refuse weights of answers, which would change nothing: some formats leave answers of weight 0 out."""
+        for number, message in enumerate(conversation.messages, 1):
+            if message["role"] == ANSWERING and message.get("weight", 1) != 1 and not self._reads_weights:
+                raise UserError(
+                    f"{conversation.place}, message {number}: weight {message['weight']!r} has no effect, as all "
+                    f"answers count alike; remove it, or give a template that marks the answers that count with "
+                    f"{{% generation %}} and reads weight: --sft-chat-template FILE"
+                )
 
     def _marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the characters of each answer as the template marks them."""

@@ -116,6 +116,19 @@ def test_tools_and_further_keys_reach_the_template(tokenizer: HuggingFaceTokeniz
     assert answers == "addSeven.<|endoftext|>"
 
 
+def test_a_weight_that_the_template_does_not_read_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
+    content = talk("q", "bad", "q", "good")
+    content["messages"][1]["weight"] = 0
+    content["messages"][3]["weight"] = 1
+    for template in (CHATML, MARKED_CHATML):
+        with pytest.raises(UserError, match=r"x.jsonl:7, message 2: weight 0 has no effect.*\{% generation %\}"):
+            encoded(tokenizer, template, content)
+    reads = MARKED_CHATML.replace("== 'assistant'", "== 'assistant' and message['weight'] != 0")
+    assert encoded(tokenizer, reads, content)[1] == "good<|im_end|>\n<|endoftext|>"
+    content["messages"][1]["weight"] = 1
+    assert encoded(tokenizer, CHATML, content)[1] == "bad<|im_end|>\ngood<|im_end|>\n<|endoftext|>"
+
+
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
 
 
