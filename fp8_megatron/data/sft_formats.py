@@ -39,6 +39,6 @@ def template_text(prompt_format: str, file: str | None) -> str | None:
     if file is None:
         return FORMATS.get(prompt_format)
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")  # a byte order mark would begin each conversation
     except (OSError, ValueError) as error:
         raise UserError(f"--sft-chat-template {file} cannot be read ({error}); give a Jinja template") from error

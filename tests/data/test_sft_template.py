@@ -203,8 +203,10 @@ def test_a_template_that_does_not_fit_is_named(tokenizer: HuggingFaceTokenizer, 
         ChatTemplate(bare)
     with pytest.raises(UserError, match=r"--sft-chat-template .*none.jinja cannot be read"):
         template_text("default", str(tmp_path / "none.jinja"))
-    (tmp_path / "own.jinja").write_text("mine")
-    assert template_text("default", str(tmp_path / "own.jinja")) == "mine" and template_text("default", None) is None
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "own.jinja").write_text("mine ü", encoding=encoding)
+        assert template_text("default", str(tmp_path / "own.jinja")) == "mine ü"
+    assert template_text("default", None) is None
 
 
 def test_a_path_of_another_kind_is_named(tmp_path: Path) -> None:
