@@ -43,8 +43,7 @@ class LoadOptions:
     Attributes:
         iteration: which one (--ckpt-step); None takes the latest complete one.
         finetune: load weights only, and start from iteration 0.
-        optimizer: moments and step count (--no-load-optim leaves them at zero), and the casts' scales. A model that is
-            evaluated takes the scales alone.
+        optimizer: moments and step count (--no-load-optim leaves them at zero). A model that is evaluated has none.
         rng: states of random generators (--no-load-rng).
     """
 
@@ -76,10 +75,9 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         return None
     saved = SavedRun(folder)
     _check_model(saved, state, finetune=options.finetune)
-    loads_optimizer = options.optimizer and not options.finetune
+    loads_moments = options.optimizer and not options.finetune and state.has_moments
     takes_scales = saved.has_model_layout_of(state)
-    kinds = tuple(PREFIXES) if loads_optimizer and state.has_moments else ("master",)
-    wanted = list(_state_to_read(state, kinds))
+    wanted = list(_state_to_read(state, tuple(PREFIXES) if loads_moments else ("master",)))
     values = saved.read([item.elements for item in wanted], device=state.device)
     state.optimizer.wait_for_copies()
     for item, value in zip(wanted, values, strict=True):
@@ -88,11 +86,10 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         space.derive_weights()
     if options.finetune:
         return Progress()
-    if loads_optimizer:
-        if state.has_moments:
-            _restore_scalars(saved, state)
-        _restore_histories(saved, state)
-        _restore_autoscales(saved, state)
+    if loads_moments:
+        _restore_scalars(saved, state)
+    _restore_histories(saved, state)
+    _restore_autoscales(saved, state)
     if options.rng:
         _restore_rng(saved, state)
     return Progress.of(saved.description)
