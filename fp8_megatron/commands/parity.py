@@ -22,7 +22,6 @@ Writes parity.json (all curves and figures), parity.md (the table) and parity.pn
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import os
@@ -33,7 +32,7 @@ import sys
 import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -46,10 +45,12 @@ from ..config.io import own_and_run_flags, parse_config
 from ..config.schema import CheckpointConfig, Config, PrecisionConfig
 from ..errors import UserError
 from ..outputs import writing_to
+from ..reporting.parity import RunKey
 from .arguments import Parser, output_folder, real, seed, whole
 from .levels import levels_of, training_config
+from .parity_plan import SEED, RunPlan
 from .parity_results import read_results, show_table, write_results
-from .parity_runs import SAVE_SECONDS, SEED, Session, run_flags
+from .parity_runs import SAVE_SECONDS, Session
 from .program import exit_status, share_import_path
 from .run_settings import run_command_line
 
@@ -66,24 +67,24 @@ def main(words: Sequence[str] | None = None, prog: str = "parity.py") -> int:
     return exit_status(partial(run, _parse(sys.argv[1:] if words is None else words, prog)), OSError)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(plan: RunPlan) -> int:
     """Train what is missing, compare, write; returns the exit status."""
     started = time.monotonic()
     share_import_path()
-    config = check_levels(args)
-    slots = _slots(args.gpus, args.ranks_per_run)
-    deadline = math.inf if args.time_limit is None else started + args.time_limit - SAVE_SECONDS
-    with _locked(Path(args.output_dir)):
-        finished = read_results(args, config)
-        find_starts(args, config, finished)
-        write_results(args, config, finished)  # the settings of runs that a kill leaves unfinished
-        session = Session(args, config, slots, deadline, finished)
+    config = check_levels(plan)
+    slots = _slots(plan.num_gpus, plan.ranks_per_run)
+    deadline = math.inf if plan.time_limit is None else started + plan.time_limit - SAVE_SECONDS
+    with _locked(plan.output_dir):
+        plan, finished = read_results(plan, config)
+        plan = find_starts(plan, config, finished)
+        write_results(plan, config, finished)  # the settings of runs that a kill leaves unfinished
+        session = Session(plan, config, slots, deadline, finished)
         with _interrupts(session):
             session.run()
-        parity = write_results(args, config, finished)
-    wanted = {(level, each) for level in args.levels for each in args.seeds}
+        parity = write_results(plan, config, finished)
     if parity is not None:
         show_table(parity)
+    wanted = set(plan.keys)
     done = len(wanted & finished.keys())
     if done < len(wanted):
         missing = "" if not session.failed else f" ({len(session.failed)} failed)"
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if session.failed else 0
 
 
-def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
+def _parse(words: Sequence[str], prog: str) -> RunPlan:
     parser = Parser(prog=prog, description=__doc__, passes_flags=True)
     parser.add_argument(
         "--levels",
@@ -130,32 +131,40 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=output_folder, required=True)
     own, passed = own_and_run_flags(words)
     args = parser.parse_args(own)
-    args.passed = passed
-    # What parity.json says: flags by level, and by seed the iteration that --continue-from found.
-    args.recorded_flags, args.starts = {}, {}
-    args.num_steps = {}  # of runs that continue others, by seed
     if not passed:
         parser.error("no flags of the run; put them behind --, e.g. -- --config FILE --data-path PREFIX")
-    args.flags = {**LEVELS, **_own_levels(parser, args.own_levels)}
-    if args.levels is None:
+    flags = {**LEVELS, **_own_levels(parser, args.own_levels)}
+    levels = args.levels
+    if levels is None:
         has_te = importlib.util.find_spec("transformer_engine") is not None
-        args.levels = [level for level in DEFAULT_LEVELS if level != "te" or has_te]
-    if unknown := [level for level in args.levels if level not in args.flags]:
+        levels = [level for level in DEFAULT_LEVELS if level != "te" or has_te]
+    if unknown := [level for level in levels if level not in flags]:
         parser.error(
             f"--levels {unknown[0]}: no such level; give --own-levels '{unknown[0]}=FLAGS' or one of "
             + ", ".join(LEVELS)
         )
-    for name in ("levels", "seeds"):
-        given = getattr(args, name)
+    for name, given in (("levels", levels), ("seeds", args.seeds)):
         if repeated := [value for value in given if given.count(value) > 1]:
             parser.error(f"--{name} names {repeated[0]} twice; give it once")
     if args.whole_runs and args.time_limit is None:
         parser.error("--whole-runs has no effect without --time-limit; give both")
-    if len(args.levels) < 2:
-        parser.error(f"--levels {args.levels[0]}: give two or more to compare")
+    if len(levels) < 2:
+        parser.error(f"--levels {levels[0]}: give two or more to compare")
     if args.continue_from is not None and len(args.seeds) > 1 and SEED not in args.continue_from:
         parser.error(f"--continue-from {args.continue_from} is of one seed; put {SEED} into it, or give one of --seeds")
-    return args
+    return RunPlan(
+        levels=levels,
+        seeds=args.seeds,
+        common_flags=passed,
+        level_flags={level: flags[level] for level in levels},
+        output_dir=args.output_dir,
+        num_gpus=args.gpus,
+        ranks_per_run=args.ranks_per_run,
+        time_limit=args.time_limit,
+        whole_runs=args.whole_runs,
+        finetune_from=args.finetune_from,
+        continue_from=args.continue_from,
+    )
 
 
 def _own_levels(parser: Parser, given: Sequence[str]) -> dict[str, list[str]]:
@@ -172,14 +181,14 @@ def _own_levels(parser: Parser, given: Sequence[str]) -> dict[str, list[str]]:
     return levels
 
 
-def check_levels(args: argparse.Namespace) -> Config:
+def check_levels(plan: RunPlan) -> Config:
     """The common configuration of the runs.
 
     Raises:
         ConfigError: a level cannot run with it, its precision is not the levels', it has not one validation loss, or
             it says what to load.
     """
-    config = training_config(args.passed)
+    config = training_config(plan.common_flags)
     if config.precision != PrecisionConfig():
         default = asdict(PrecisionConfig())
         name = next(name for name, value in asdict(config.precision).items() if value != default[name])
@@ -192,16 +201,15 @@ def check_levels(args: argparse.Namespace) -> Config:
         )
     if training.multiple_validation_sets:
         raise ConfigError("multiple_validation_sets gives several losses, and one is compared; leave it out")
-    for level in args.levels:
-        _check_starts_alike(level, parse_config([*args.passed, *args.flags[level]]).checkpoint)
+    for level in plan.levels:
+        _check_starts_alike(level, parse_config([*plan.common_flags, *plan.level_flags[level]]).checkpoint)
         try:
-            key = (level, args.seeds[0])
-            flags = run_flags(args, key, Path(args.output_dir) / "runs")
+            flags = plan.run_flags((level, plan.seeds[0]), plan.output_dir / "runs")
             own = run_command_line(flags, "pretrain_gpt.py").config
-            check_config(own, args.ranks_per_run)
+            check_config(own, plan.ranks_per_run)
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
-        steps = [one.train_iters(args.ranks_per_run) for one in (own, config)]
+        steps = [one.train_iters(plan.ranks_per_run) for one in (own, config)]
         if steps[0] != steps[1]:
             raise ConfigError(
                 f"level {level} takes {steps[0]} steps and the flags after -- say {steps[1]}; all levels take as many, "
@@ -227,28 +235,32 @@ def _check_starts_alike(level: str, checkpoint: CheckpointConfig) -> None:
             raise ConfigError(f"level {level}: no_{name}: a run goes on from its whole state; leave it out")
 
 
-def find_starts(args: argparse.Namespace, config: Config, finished: Container[tuple[str, int]]) -> None:
+def find_starts(plan: RunPlan, config: Config, finished: Container[RunKey]) -> RunPlan:
     """Check the checkpoints of --continue-from and --finetune-from that unfinished runs need.
 
     The iteration that --continue-from finds first is that of all runs of its seed, also if the run that is continued
     has saved more since.
 
+    Returns:
+        The plan with the steps before these runs and their last ones.
+
     Raises:
         UserError: there is none. One to continue is of the last step, or of another seed than its run.
     """
-    seeds = [each for each in args.seeds if any((level, each) not in finished for level in args.levels)]
-    if args.finetune_from is not None and seeds:
-        _newest_checkpoint("--finetune-from", Path(args.finetune_from))
-    if args.continue_from is None:
-        return
+    seeds = [each for each in plan.seeds if any((level, each) not in finished for level in plan.levels)]
+    if plan.finetune_from is not None and seeds:
+        _newest_checkpoint("--finetune-from", Path(plan.finetune_from))
+    if plan.continue_from is None:
+        return plan
     from ..checkpoint.saved_settings import saved_samples, saved_seed  # imports torch
 
+    steps_before, num_steps = dict(plan.steps_before), dict(plan.num_steps)
     for number in seeds:
-        path = Path(args.continue_from.replace(SEED, str(number)))
-        folder, iteration = _newest_checkpoint("--continue-from", path, args.starts.get(number))
+        path = Path(plan.continue_from.replace(SEED, str(number)))
+        folder, iteration = _newest_checkpoint("--continue-from", path, steps_before.get(number))
         consumed_samples = saved_samples(folder) if config.counts_samples else 0
-        num_steps = config.train_iters(args.ranks_per_run, iteration=iteration, consumed_samples=consumed_samples)
-        if iteration >= num_steps:
+        last = config.train_iters(plan.ranks_per_run, iteration=iteration, consumed_samples=consumed_samples)
+        if iteration >= last:
             length = "train_samples" if config.counts_samples else "train_iters"
             raise UserError(
                 f"--continue-from {path}: its checkpoint is of iteration {iteration}, and {length} is "
@@ -260,7 +272,8 @@ def find_starts(args: argparse.Namespace, config: Config, finished: Container[tu
                 f"--continue-from {path}: that run has seed {saved}, and its data would go on in the order of seed "
                 f"{number}; give --seeds {saved}, or the checkpoint of a run with --seed {number}"
             )
-        args.starts[number], args.num_steps[number] = iteration, num_steps
+        steps_before[number], num_steps[number] = iteration, last
+    return replace(plan, steps_before=steps_before, num_steps=num_steps)
 
 
 def _newest_checkpoint(flag: str, path: Path, iteration: int | None = None) -> tuple[Path, int]:
