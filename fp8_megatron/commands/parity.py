@@ -63,7 +63,7 @@ DEFAULT_LEVELS = ["bf16", "te", "O1", "O2", "O3", "fast", "5-byte"]
 
 
 def main(words: Sequence[str] | None = None, prog: str = "parity.py") -> int:
-    """Exit status: 0, also if the time limit left runs unfinished; 1 if a run failed; 2 after an error."""
+    """Exit status: 0, also if the time limit left runs unfinished; 1 if a run failed or diverged; 2 after an error."""
     return exit_status(partial(run, _parse(sys.argv[1:] if words is None else words, prog)), OSError)
 
 
@@ -89,7 +89,11 @@ def run(plan: RunPlan) -> int:
     if done < len(wanted):
         missing = "" if not session.failed else f" ({len(session.failed)} failed)"
         print(f"{done} of {len(wanted)} runs are finished{missing}; the same command goes on", flush=True)
-    return 1 if session.failed else 0
+    diverged = [key for key in plan.keys if key in finished and finished[key].diverged]
+    if diverged:
+        runs = "; ".join(f"{level}, seed {number}" for level, number in diverged)
+        print(f"error: diverged, with a loss at the end that is not finite: {runs}", file=sys.stderr, flush=True)
+    return 1 if session.failed or diverged else 0
 
 
 def _parse(words: Sequence[str], prog: str) -> RunPlan:

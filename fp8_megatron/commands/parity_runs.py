@@ -10,11 +10,13 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
 from ..config.schema import Config
 from ..reporting.parity import RunKey, RunResult, read_run
+from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
 from .parity_plan import RunPlan
 from .parity_results import write_results
 
@@ -25,11 +27,17 @@ _POLL_SECONDS = 0.2
 
 @dataclass
 class _Process:
-    """A run that is going on."""
+    """A run that is going on.
+
+    Attributes:
+        started: `time.monotonic`.
+        num_events: those of earlier processes of the run.
+    """
 
     popen: subprocess.Popen[bytes]
     started: float
     was_interrupted: bool
+    num_events: int
 
 
 @dataclass
@@ -100,6 +108,7 @@ class Session:
         folder = self.plan.folder(key)
         was_interrupted = (folder / "checkpoints").exists()
         folder.mkdir(parents=True, exist_ok=True)
+        num_events = len(read_events(folder / EVENTS_FILE))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
         command = [sys.executable, "-m", *_program(self.plan.ranks_per_run, slot), *self.plan.run_flags(key, folder)]
         with (folder / "log.txt").open("ab") as log:
@@ -108,7 +117,7 @@ class Session:
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
         print(f"{key[0]}, seed {key[1]}: {'goes on' if was_interrupted else 'starts'}", flush=True)
-        return _Process(popen, time.monotonic(), was_interrupted)
+        return _Process(popen, time.monotonic(), was_interrupted, num_events)
 
     def _ask_to_end(self, running: dict[str, tuple[RunKey, _Process]]) -> None:
         for _, process in running.values():
@@ -121,30 +130,33 @@ class Session:
         seconds = None if process.was_interrupted else time.monotonic() - process.started
         # On a number of samples, it depends on the batches of the run that is continued.
         num_steps = self.plan.num_steps.get(key[1]) or self.config.train_iters(self.plan.ranks_per_run)
-        try:
-            result = read_run(
-                folder,
-                *key,
-                num_steps=num_steps,
-                wall_seconds=seconds,
-                steps_before=self.plan.steps_before.get(key[1], 0),
-            )
-        except ValueError as error:
-            print(f"error: {key[0]}, seed {key[1]}: {error}", file=sys.stderr, flush=True)
-            self.failed.append(key)
-            return
+        result = read_run(
+            folder,
+            *key,
+            num_steps=num_steps,
+            wall_seconds=seconds,
+            steps_before=self.plan.steps_before.get(key[1], 0),
+            ended_early=_ended_for_losses(folder, process.num_events),
+        )
         if result is not None:
             self.finished[key] = result
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             write_results(self.plan, self.config, self.finished)
             took = "" if seconds is None else f", {seconds:.0f} s"
-            print(f"{key[0]}, seed {key[1]}: validation loss {result.final_loss:.4f}{took}", flush=True)
+            end = "diverged" if result.diverged else f"validation loss {result.final_loss:.4f}"
+            print(f"{key[0]}, seed {key[1]}: {end}{took}", flush=True)
         elif status != 0 and not process.was_interrupted:
             lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
             print(f"error: {key[0]}, seed {key[1]} ended with status {status}: {(lines or [''])[-1]}", file=sys.stderr)
             self.failed.append(key)
         else:
             print(f"{key[0]}, seed {key[1]}: not finished; the same command goes on with it", flush=True)
+
+
+def _ended_for_losses(folder: Path, num_events: int) -> bool:
+    """Whether training has ended because losses were not finite, by the events behind the first `num_events`."""
+    faults = read_events(folder / EVENTS_FILE)[num_events:]
+    return any(one["kind"] == EventKind.FAULT.value and one.get("error") == "TrainingDiverged" for one in faults)
 
 
 def _program(num_ranks: int, slot: str) -> list[str]:

@@ -450,3 +450,42 @@ def test_a_failed_run_is_told(tmp_path: Path, fake_runs: None, capsys: pytest.Ca
     assert parity.main([*words, "--", *TRAINING]) == 1
     error = capsys.readouterr().err
     assert "bf16, seed 1 ended with status 2: error: no such thing" in error and "O3, seed 1" in error
+
+
+def test_a_run_that_diverged_is_finished(
+    tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are compared, and each call of the command names it."""
+    fake = tmp_path / "fake.py"
+    fake.write_text(
+        FAKE_RUN.replace("loss = 2.0 +", "loss = None if '2' == value('--seed') and 'O3' in str(folder) else 2.0 +")
+    )
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1", "2"]
+    for call in range(2):
+        assert parity.main([*words, "--", *TRAINING]) == 1
+        printed = capsys.readouterr()
+        assert "error: diverged, with a loss at the end that is not finite: O3, seed 2\n" in printed.err
+        assert ("O3, seed 2: starts" in printed.out) == (call == 0)
+        assert "the same command goes on" not in printed.out
+    report = json.loads((tmp_path / "out" / RESULTS_FILE).read_text())
+    assert [run["final_loss"] for run in report["runs"]] == [2.1, 2.2, pytest.approx(2.12), None]
+    assert len(report["runs"][3]["training"]) == 20
+    level = report["comparison"]["levels"][1]
+    assert (level["seeds"], level["diverged"]) == ([1], [2]) and level["gap"] == pytest.approx(0.02 / 2.1)
+    assert not (tmp_path / "out" / "runs" / "O3_seed_2" / "checkpoints").exists()
+
+
+def test_a_run_that_training_ends_for_its_losses_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--max-skipped-steps ends it early; it would end so again."""
+    words = ["--output-dir", str(tmp_path), "--seeds", "1", "--levels", "bf16", "hot"]
+    words += ["--own-levels", "hot=--precision bf16 --lr 1e30"]
+    assert parity.main([*words, "--", *TRAINING, "--max-skipped-steps", "3"]) == 1
+    assert "not finite: hot, seed 1\n" in capsys.readouterr().err
+    good, hot = json.loads((tmp_path / RESULTS_FILE).read_text())["runs"]
+    assert good["final_loss"] is not None and hot["final_loss"] is None
+    assert hot["training"] and hot["training"][-1][0] < 10
+    assert parity.main([*words, "--", *TRAINING, "--max-skipped-steps", "3"]) == 1
+    printed = capsys.readouterr()
+    assert "starts" not in printed.out and "not finite: hot, seed 1\n" in printed.err
