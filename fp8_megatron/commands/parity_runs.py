@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from ..checkpoint.files import TRACKER
 from ..config.schema import Config
 from ..reporting.parity import RunKey, RunResult, read_run
 from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
@@ -32,12 +33,15 @@ class _Process:
     Attributes:
         started: `time.monotonic`.
         num_events: those of earlier processes of the run.
+        goes_on: it started from a checkpoint of its own.
+        is_asked_to_end: by this command, for the time limit or a signal.
     """
 
     popen: subprocess.Popen[bytes]
     started: float
-    was_interrupted: bool
     num_events: int
+    goes_on: bool
+    is_asked_to_end: bool = False
 
 
 @dataclass
@@ -106,7 +110,7 @@ class Session:
 
     def _start(self, key: RunKey, slot: str) -> _Process:
         folder = self.plan.folder(key)
-        was_interrupted = (folder / "checkpoints").exists()
+        goes_on = (folder / "checkpoints" / TRACKER).exists()
         folder.mkdir(parents=True, exist_ok=True)
         num_events = len(read_events(folder / EVENTS_FILE))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
@@ -116,18 +120,19 @@ class Session:
             popen = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
-        print(f"{key[0]}, seed {key[1]}: {'goes on' if was_interrupted else 'starts'}", flush=True)
-        return _Process(popen, time.monotonic(), was_interrupted, num_events)
+        print(f"{key[0]}, seed {key[1]}: {'goes on' if goes_on else 'starts'}", flush=True)
+        return _Process(popen, time.monotonic(), num_events, goes_on)
 
     def _ask_to_end(self, running: dict[str, tuple[RunKey, _Process]]) -> None:
         for _, process in running.values():
             process.popen.send_signal(signal.SIGTERM)
-            process.was_interrupted = True
+            process.is_asked_to_end = True
 
     def _ended(self, key: RunKey, process: _Process) -> None:
         """Read a finished run and remove its checkpoints; report a failed one."""
         folder, status = self.plan.folder(key), process.popen.returncode
-        seconds = None if process.was_interrupted else time.monotonic() - process.started
+        is_whole = not (process.goes_on or process.is_asked_to_end)
+        seconds = time.monotonic() - process.started if is_whole else None
         # On a number of samples, it depends on the batches of the run that is continued.
         num_steps = self.plan.num_steps.get(key[1]) or self.config.train_iters(self.plan.ranks_per_run)
         result = read_run(
@@ -145,7 +150,7 @@ class Session:
             took = "" if seconds is None else f", {seconds:.0f} s"
             end = "diverged" if result.diverged else f"validation loss {result.final_loss:.4f}"
             print(f"{key[0]}, seed {key[1]}: {end}{took}", flush=True)
-        elif status != 0 and not process.was_interrupted:
+        elif status != 0 and not process.is_asked_to_end:
             lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
             print(f"error: {key[0]}, seed {key[1]} ended with status {status}: {(lines or [''])[-1]}", file=sys.stderr)
             self.failed.append(key)

@@ -337,7 +337,7 @@ value = lambda flag: words[words.index(flag) + 1]
 folder, save = pathlib.Path(value("--output-dir")), pathlib.Path(value("--save"))
 stops = []
 signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
-first = int((save / "at").read_text()) if save.exists() else 0
+first = int((save / "at").read_text()) if (save / "at").exists() else 0
 save.mkdir(exist_ok=True)
 with (folder / "metrics.jsonl").open("a") as out:
     for i in range(first + 1, 21):
@@ -345,6 +345,7 @@ with (folder / "metrics.jsonl").open("a") as out:
         out.write(json.dumps(dict(kind="train", iteration=i, loss=3.0, step_seconds=0.1, skipped_steps=0,
                                   tokens_per_second_per_gpu=10.0, peak_memory_gib=1.0)) + "\\n")
         (save / "at").write_text(str(i))
+        (save / "latest_checkpointed_iteration.txt").write_text(str(i))
         if stops:
             sys.exit(0)
     loss = 2.0 + 0.1 * int(value("--seed")) + 0.02 * ("O3" in str(folder))
@@ -489,3 +490,23 @@ def test_a_run_that_training_ends_for_its_losses_is_finished(
     assert parity.main([*words, "--", *TRAINING, "--max-skipped-steps", "3"]) == 1
     printed = capsys.readouterr()
     assert "starts" not in printed.out and "not finite: hot, seed 1\n" in printed.err
+
+
+@pytest.mark.parametrize("tracker", [None, "5"])
+def test_a_run_that_fails_at_each_call_is_told_each_time(
+    tracker: str | None, tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has a folder for checkpoints by then, with a checkpoint or without."""
+    (tmp_path / "fake.py").write_text("import sys; print('error: no such thing'); sys.exit(2)")
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 1
+    for level in ("bf16", "O3"):
+        saved = tmp_path / "out" / "runs" / f"{level}_seed_1" / "checkpoints"
+        saved.mkdir()
+        if tracker is not None:
+            (saved / "latest_checkpointed_iteration.txt").write_text(tracker)
+    capsys.readouterr()
+    assert parity.main([*words, "--", *TRAINING]) == 1
+    printed = capsys.readouterr()
+    assert "bf16, seed 1 ended with status 2: error: no such thing" in printed.err
+    assert ("bf16, seed 1: starts" in printed.out) == (tracker is None)
