@@ -44,10 +44,16 @@ def read_results(plan: RunPlan, config: Config) -> tuple[RunPlan, dict[RunKey, R
     """The finished runs of earlier calls, and the plan with the flags of their levels and the steps before their runs.
 
     Raises:
-        UserError: the file is damaged, or its runs have other settings.
+        UserError: the file is damaged, or its runs have other settings; or it is gone, and unfinished runs are there.
     """
     path = plan.output_dir / RESULTS_FILE
+    saved = next(plan.output_dir.glob(f"runs/*/checkpoints/{TRACKER}"), None)
     if not path.exists():
+        if saved is not None:
+            raise UserError(
+                f"{saved.parent} is of an unfinished run, and {path} with its settings is gone; put it back, remove "
+                f"{plan.output_dir / 'runs'}, or give another --output-dir"
+            )
         return plan, {}
     try:
         report = json.loads(path.read_text())
@@ -56,7 +62,7 @@ def read_results(plan: RunPlan, config: Config) -> tuple[RunPlan, dict[RunKey, R
         starts = {int(number): int(iteration) for number, iteration in report.get("starts", {}).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
-    if not runs and next(path.parent.glob(f"runs/*/checkpoints/{TRACKER}"), None) is None:
+    if not runs and saved is None:
         return plan, {}  # nothing was trained
     for name in _STARTS:
         given = getattr(plan, name)

@@ -16,6 +16,7 @@ import psutil
 
 from ..checkpoint.files import TRACKER
 from ..config.schema import Config
+from ..reporting.metrics_file import METRICS_FILE, MetricsFile
 from ..reporting.parity import RunKey, RunResult, read_run
 from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
 from .parity_plan import RunPlan
@@ -112,6 +113,9 @@ class Session:
         folder = self.plan.folder(key)
         goes_on = (folder / "checkpoints" / TRACKER).exists()
         folder.mkdir(parents=True, exist_ok=True)
+        if not goes_on and (folder / METRICS_FILE).exists():
+            # Of an earlier comparison: a run that fails before its first step must not end with those losses.
+            MetricsFile(folder / METRICS_FILE, resume_iteration=0).close()
         num_events = len(read_events(folder / EVENTS_FILE))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
         command = [sys.executable, "-m", *_program(self.plan.ranks_per_run, slot), *self.plan.run_flags(key, folder)]
@@ -145,8 +149,8 @@ class Session:
         )
         if result is not None:
             self.finished[key] = result
+            write_results(self.plan, self.config, self.finished)  # first: without it, the checkpoint has the result
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            write_results(self.plan, self.config, self.finished)
             took = "" if seconds is None else f", {seconds:.0f} s"
             end = "diverged" if result.diverged else f"validation loss {result.final_loss:.4f}"
             print(f"{key[0]}, seed {key[1]}: {end}{took}", flush=True)

@@ -510,3 +510,43 @@ def test_a_run_that_fails_at_each_call_is_told_each_time(
     printed = capsys.readouterr()
     assert "bf16, seed 1 ended with status 2: error: no such thing" in printed.err
     assert ("bf16, seed 1: starts" in printed.out) == (tracker is None)
+
+
+def test_losses_of_an_earlier_comparison_are_no_result(
+    tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its parity.json is removed, and the new runs fail before their first step."""
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 0
+    (tmp_path / "out" / RESULTS_FILE).unlink()
+    (tmp_path / "fake.py").write_text("import sys; print('error: no such thing'); sys.exit(2)")
+    assert parity.main([*words, "--", *TRAINING, "--lr", "1e-5"]) == 1
+    assert json.loads((tmp_path / "out" / RESULTS_FILE).read_text())["runs"] == []
+    older = tmp_path / "out" / "runs" / "O3_seed_1" / "metrics.1.jsonl"
+    assert len(read_records(older)) == 21  # nothing is lost
+
+
+def test_unfinished_runs_without_their_settings_do_not_go_on(tmp_path: Path) -> None:
+    saved = tmp_path / "runs" / "bf16_seed_1" / "checkpoints"
+    saved.mkdir(parents=True)
+    (saved / "latest_checkpointed_iteration.txt").write_text("5")
+    plan = plan_of(tmp_path)
+    with pytest.raises(UserError, match=r"is of an unfinished run, and .*parity.json with its settings is gone"):
+        read_results(plan, parity.check_levels(plan))
+
+
+def test_a_result_that_cannot_be_written_is_not_lost(
+    tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's checkpoint stays, so that the next call reads the result without training."""
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+
+    def full(*_: object) -> None:
+        raise UserError("--output-dir: no space left on device")
+
+    with monkeypatch.context() as first_call:
+        first_call.setattr(parity_runs, "write_results", full)
+        assert parity.main([*words, "--", *TRAINING]) == 2
+    runs = tmp_path / "out" / "runs"
+    ended = [f for f in runs.iterdir() if any(r["kind"] == "eval" for r in read_records(f / METRICS_FILE))]
+    assert ended and all((folder / "checkpoints" / "at").read_text() == "20" for folder in ended)
