@@ -36,11 +36,13 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ..checkpoint.files import candidates, iteration_folder, named_checkpoint
 from ..checkpoint.run_identity import RunIdentity
 from ..checkpoint.run_lock import DEAD_AFTER_SECONDS, POLL_SECONDS, RunLock
 from ..config.checks import ConfigError, check_config
+from ..config.command_line import setting_name, split_flags
 from ..config.io import own_and_run_flags, parse_config
 from ..config.schema import CheckpointConfig, Config, PrecisionConfig
 from ..errors import UserError
@@ -59,6 +61,28 @@ LEVELS = {
     "te": levels_of("te-delayed")["te-delayed"],
     **levels_of("O1", "O2", "O3", "O3-delayed", "O3-blockwise", "default", "16-bit-head", "fast", "5-byte"),
 }
+#: Settings that this command gives each run, and where a user says them.
+_SET_BY_COMMAND = {
+    "seed": "--seeds says the seeds",
+    "save": "each run saves below --output-dir",
+    "output_dir": "it stands before --",
+}
+#: Settings of data that leave the samples as they are.
+_NOT_SAMPLES = {
+    "data_cache_path",
+    "num_dataset_builder_threads",
+    "mmap_bin_files",
+    "num_workers",
+    "reset_position_ids",
+    "reset_attention_mask",
+}
+_SAMPLES_OF_TRAINING = (
+    "eval_interval",
+    "eval_iters",
+    "full_validation",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+)
 DEFAULT_LEVELS = ["bf16", "te", "O1", "O2", "O3", "fast", "5-byte"]
 
 
@@ -137,7 +161,8 @@ def _parse(words: Sequence[str], prog: str) -> RunPlan:
     args = parser.parse_args(own)
     if not passed:
         parser.error("no flags of the run; put them behind --, e.g. -- --config FILE --data-path PREFIX")
-    flags = {**LEVELS, **_own_levels(parser, args.own_levels)}
+    own_levels = _own_levels(parser, args.own_levels)
+    flags = {**LEVELS, **own_levels}
     levels = args.levels
     if levels is None:
         has_te = importlib.util.find_spec("transformer_engine") is not None
@@ -147,6 +172,8 @@ def _parse(words: Sequence[str], prog: str) -> RunPlan:
             f"--levels {unknown[0]}: no such level; give --own-levels '{unknown[0]}=FLAGS' or one of "
             + ", ".join(LEVELS)
         )
+    if unused := [level for level in own_levels if level not in levels]:
+        parser.error(f"--own-levels {unused[0]} has no effect; name it in --levels, or leave it out")
     for name, given in (("levels", levels), ("seeds", args.seeds)):
         if repeated := [value for value in given if given.count(value) > 1]:
             parser.error(f"--{name} names {repeated[0]} twice; give it once")
@@ -189,8 +216,8 @@ def check_levels(plan: RunPlan) -> Config:
     """The common configuration of the runs.
 
     Raises:
-        ConfigError: a level cannot run with it, its precision is not the levels', it has not one validation loss, or
-            it says what to load.
+        ConfigError: a level cannot run with it, its precision is not the levels', it has not one validation loss, it
+            says what to load or what this command sets, or a level has other samples.
     """
     config = training_config(plan.common_flags)
     if config.precision != PrecisionConfig():
@@ -206,7 +233,15 @@ def check_levels(plan: RunPlan) -> Config:
     if training.multiple_validation_sets:
         raise ConfigError("multiple_validation_sets gives several losses, and one is compared; leave it out")
     for level in plan.levels:
-        _check_starts_alike(level, parse_config([*plan.common_flags, *plan.level_flags[level]]).checkpoint)
+        words = [*plan.common_flags, *plan.level_flags[level]]
+        _check_own_flags(level, words)
+        given = parse_config(words)
+        _check_starts_alike(level, given.checkpoint)
+        if differing := _differing_samples(given, config, plan.ranks_per_run):
+            raise ConfigError(
+                f"level {level}: {differing}: all levels train and are validated on the same samples; leave it out of "
+                "the level"
+            )
         try:
             flags = plan.run_flags((level, plan.seeds[0]), plan.output_dir / "runs")
             own = run_command_line(flags, "pretrain_gpt.py").config
@@ -220,6 +255,31 @@ def check_levels(plan: RunPlan) -> Config:
                 "so leave the length and the batch of the run out of the level"
             )
     return config
+
+
+def _check_own_flags(level: str, flags: Sequence[str]) -> None:
+    """Check that no flag says what this command sets for each run. A file of --config may.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for flag, _, _ in split_flags(flags):
+        if flag is not None and (instead := _SET_BY_COMMAND.get(setting_name(flag))) is not None:
+            raise ConfigError(f"level {level}: {flag}: {instead}; leave it out")
+
+
+def _differing_samples(level: Config, common: Config, ranks_per_run: int) -> str | None:
+    """What a level changes of the samples that it is trained or validated on, in words; None if nothing."""
+
+    def samples(config: Config) -> dict[str, Any]:
+        values = {name: value for name, value in asdict(config.data).items() if name not in _NOT_SAMPLES}
+        training = {name: getattr(config.training, name) for name in _SAMPLES_OF_TRAINING}
+        batch = config.global_batch_size(ranks_per_run)
+        return {**values, **training, "seq_length": config.model.seq_length, "global_batch_size": batch}
+
+    ours, others = samples(level), samples(common)
+    found = next((name for name in ours if ours[name] != others[name]), None)
+    return None if found is None else f"{found}({ours[found]}) is not {others[found]}"
 
 
 def _check_starts_alike(level: str, checkpoint: CheckpointConfig) -> None:

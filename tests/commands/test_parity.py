@@ -68,6 +68,23 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
         ([], ["--pretrained-checkpoint", "x"], r"pretrained_checkpoint\(x\): --continue-from and"),
         ([], ["--ckpt-step", "5"], r"ckpt_step\(5\): --continue-from and"),
         ([], ["--no-load-optim"], "no_load_optim: a run goes on from its whole state"),
+        ([], ["--seed", "7"], "level bf16: --seed: --seeds says the seeds; leave it out"),
+        ([], ["--save=x"], "level bf16: --save: each run saves below --output-dir; leave it out"),
+        ([], ["--output_dir", "x"], "level bf16: --output_dir: it stands before --; leave it out"),
+        *(
+            (
+                ["--levels", "bf16", "a", "--own-levels", f"a=--precision fp8 {flag} {value}"],
+                [],
+                f"level a: {words}: all",
+            )
+            for flag, value, words in (
+                ("--eval-iters", 1, r"eval_iters\(1\) is not 2"),
+                ("--eval-interval", 5, r"eval_interval\(5\) is not 10"),
+                ("--seq-length", 64, r"seq_length\(64\) is not 32"),
+                ("--global-batch-size", 4, r"global_batch_size\(4\) is not 2"),
+                ("--split", "90,10,0", r"split\(90,10,0\) is not 969,30,1"),
+            )
+        ),
         (
             ["--levels", "bf16", "a", "--own-levels", "a=--precision fp8 --no-save-optim"],
             [],
@@ -91,6 +108,10 @@ def test_a_configuration_that_cannot_be_compared(
         (["--time-limit", "5"], "out of range; give more than 40"),
         (["--whole-runs"], "--whole-runs has no effect without --time-limit; give both"),
         (["--levels", "bf16", "head"], "--levels head: no such level; give --own-levels 'head=FLAGS' or one of bf16, "),
+        (
+            ["--levels", "bf16", "O3", "--own-levels", "head=--precision fp8"],
+            "--own-levels head has no effect; name it in --levels, or leave it out",
+        ),
         (["--own-levels", "O3=--precision fp8"], "give NAME=FLAGS with a new name"),
         (["--own-levels", "--precision fp8"], "give NAME=FLAGS"),
         (["--own-levels", "a/b=--precision fp8"], "give NAME=FLAGS"),
