@@ -302,18 +302,19 @@ def _check_starts_alike(level: str, checkpoint: CheckpointConfig) -> None:
 def find_starts(plan: RunPlan, config: Config, finished: Container[RunKey]) -> RunPlan:
     """Check the checkpoints of --continue-from and --finetune-from that unfinished runs need.
 
-    The iteration that --continue-from finds first is that of all runs of its seed, also if the run that is continued
-    has saved more since.
+    The iteration that is found first is that of all runs (with --continue-from, of all of its seed), also if the run of
+    the checkpoint has saved more since.
 
     Returns:
-        The plan with the steps before these runs and their last ones.
+        The plan with these iterations, and the last ones of runs that continue others.
 
     Raises:
         UserError: there is none. One to continue is of the last step, or of another seed than its run.
     """
     seeds = [each for each in plan.seeds if any((level, each) not in finished for level in plan.levels)]
     if plan.finetune_from is not None and seeds:
-        _newest_checkpoint("--finetune-from", Path(plan.finetune_from))
+        _, iteration = _newest_checkpoint("--finetune-from", Path(plan.finetune_from), plan.finetune_iteration)
+        plan = replace(plan, finetune_iteration=iteration)
     if plan.continue_from is None:
         return plan
     from ..checkpoint.saved_settings import saved_samples, saved_seed  # imports torch

@@ -30,6 +30,7 @@ class RunPlan:
         finetune_from: the checkpoint whose weights every run starts from.
         continue_from: the checkpoint that every run continues, with `SEED` in place of a run's seed. At most one of the
             two is given.
+        finetune_iteration: that of the checkpoint of `finetune_from`, once it is found.
         steps_before: by seed, the iteration of the checkpoint of `continue_from`, once it is found.
         num_steps: by seed, the last iteration of runs that continue a checkpoint.
     """
@@ -45,6 +46,7 @@ class RunPlan:
     whole_runs: bool = False
     finetune_from: str | None = None
     continue_from: str | None = None
+    finetune_iteration: int | None = None
     steps_before: Mapping[int, int] = field(default_factory=dict)
     num_steps: Mapping[int, int] = field(default_factory=dict)
 
@@ -69,6 +71,8 @@ class RunPlan:
             load = ["--load", str(own), "--exit-on-missing-checkpoint"]  # one that is gone meanwhile: not from scratch
         elif self.finetune_from is not None:
             load = ["--load", self.finetune_from, "--finetune"]
+            if self.finetune_iteration:  # no flag names iteration 0, of converted weights
+                load += ["--ckpt-step", str(self.finetune_iteration)]
         elif self.continue_from is not None:
             load = ["--load", self.continue_from.replace(SEED, str(seed))]
             if seed in self.steps_before:

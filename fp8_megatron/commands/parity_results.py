@@ -58,6 +58,9 @@ def read_results(plan: RunPlan, config: Config) -> tuple[RunPlan, dict[RunKey, R
     try:
         report = json.loads(path.read_text())
         runs = [RunResult.from_json(values) for values in report["runs"]]
+        finetune_iteration = report.get("finetune_iteration")
+        if finetune_iteration is not None:
+            finetune_iteration = int(finetune_iteration)
         before, flags = dict(report["settings"]), dict(report.get("flags", {}))
         starts = {int(number): int(iteration) for number, iteration in report.get("starts", {}).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -89,7 +92,12 @@ def read_results(plan: RunPlan, config: Config) -> tuple[RunPlan, dict[RunKey, R
                 f"{path} has runs with {name}({before[name]}), this command has {name}({value}); give the same "
                 "flags, or another --output-dir"
             )
-    plan = replace(plan, level_flags={**flags, **plan.level_flags}, steps_before=starts)
+    plan = replace(
+        plan,
+        level_flags={**flags, **plan.level_flags},
+        finetune_iteration=finetune_iteration,
+        steps_before=starts,
+    )
     return plan, {(found.level, found.seed): found for found in runs}
 
 
@@ -103,6 +111,7 @@ def write_results(plan: RunPlan, config: Config, finished: Mapping[RunKey, RunRe
         "settings": common_settings(config),
         "flags": plan.level_flags,
         **{name: getattr(plan, name) for name in _STARTS},
+        "finetune_iteration": plan.finetune_iteration,
         "starts": plan.steps_before,
         "ranks_per_run": plan.ranks_per_run,
         **_machine(),

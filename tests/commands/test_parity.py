@@ -258,9 +258,10 @@ def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
     assert str(parse_config(plan.run_flags(("O3", 3), folder)).checkpoint.load) == str(folder / "checkpoints")
 
 
-def test_all_runs_continue_the_iteration_that_the_first_found(tmp_path: Path) -> None:
-    """Also in a later call, when the run that is continued has saved more."""
-    words = ["--levels", "bf16", "O3", "--seeds", "1", "--continue-from", str(tmp_path / "base")]
+@pytest.mark.parametrize("flag", ["--continue-from", "--finetune-from"])
+def test_all_runs_start_from_the_iteration_that_the_first_found(flag: str, tmp_path: Path) -> None:
+    """Also in a later call, when the run of the checkpoint has saved more."""
+    words = ["--levels", "bf16", "O3", "--seeds", "1", flag, str(tmp_path / "base")]
 
     def save(iteration: int) -> None:
         folder = tmp_path / "base" / f"iter_{iteration:07d}"
