@@ -70,9 +70,27 @@ def build_optimizer(
         allow_ddp(model, [space.grads for space in built._spaces], replication)
     else:
         model._ddp_params_and_buffers_to_ignore = RefusesDDP()  # type: ignore[assignment]
+    if replication is not None:
+        model.register_forward_pre_hook(_TakesUnfrozen(built))
     if replication is not None and LEVELS[opt_level].master_weight is not None:
         model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
     return built
+
+
+class _TakesUnfrozen:
+    """Forward pre-hook: replicas share gradients of parameters that were unfrozen since the last forward."""
+
+    def __init__(self, optimizer: FP8Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, *unused: Any) -> None:
+        optimizer = None if torch.compiler.is_compiling() else self._optimizer()
+        if optimizer is not None and torch.is_grad_enabled():
+            optimizer.take_unfrozen()
+
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
+        """A copied or pickled model has no optimizer: this becomes a hook that does nothing."""
+        return NoHook, ()
 
 
 class _KeepsParams:
