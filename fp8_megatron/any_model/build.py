@@ -12,6 +12,7 @@ from torch import Tensor
 from ..device.group import Group
 from ..formats import LEVELS, StorageDtype
 from ..nn.conv1d import FP8Conv1D
+from ..nn.module import NO_TENSOR_PARALLELISM
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
 from .data_parallel import NoHook, Replication
@@ -136,7 +137,9 @@ def _watch_shards(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mappin
         now = reference()
         for name, param in () if now is None else now.named_parameters():
             if name in held and param.requires_grad and is_sharded(param):
-                raise OptimizerError(f"{name}: {SHARDED_SINCE}")
+                is_fsdp = any(base.__name__ == "FSDPModule" for part in now.modules() for base in type(part).__mro__)
+                since = SHARDED_SINCE if is_fsdp else f"it is a DTensor since initialize. {NO_TENSOR_PARALLELISM}"
+                raise OptimizerError(f"{name}: {since}")
             if name.rpartition(".")[2] == "_flat_param":
                 raise OptimizerError(
                     "torch's FullyShardedDataParallel has flattened the model since initialize, so the optimizer has "
