@@ -43,7 +43,7 @@ class LoadOptions:
     Attributes:
         iteration: which one (--ckpt-step); None takes the latest complete one.
         finetune: load weights only, and start from iteration 0.
-        optimizer: moments and step count (--no-load-optim leaves them at zero).
+        optimizer: moments and step count (--no-load-optim leaves them at zero). A model that is evaluated has none.
         rng: states of random generators (--no-load-rng).
     """
 
@@ -75,7 +75,7 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         return None
     saved = SavedRun(folder)
     _check_model(saved, state, finetune=options.finetune)
-    loads_moments = options.optimizer and not options.finetune
+    loads_moments = options.optimizer and not options.finetune and state.has_moments
     takes_scales = saved.has_model_layout_of(state)
     wanted = list(_state_to_read(state, tuple(PREFIXES) if loads_moments else ("master",)))
     values = saved.read([item.elements for item in wanted], device=state.device)
@@ -88,6 +88,8 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         return Progress()
     if loads_moments:
         _restore_scalars(saved, state)
+    _restore_histories(saved, state)
+    _restore_autoscales(saved, state)
     if options.rng:
         _restore_rng(saved, state)
     return Progress.of(saved.description)
@@ -147,7 +149,7 @@ def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tup
 
 
 def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
-    """Restore step count and loss scale, and amax histories and μ as far as the layout allows."""
+    """Restore step count and loss scale."""
     optimizer = state.optimizer
     tensors = saved.rank_tensors(state, "")
     if "step_count" not in tensors:
@@ -155,8 +157,6 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
     optimizer.step_count.copy_(tensors["step_count"])
     if optimizer.loss_scale is not None and "loss_scale/scale" in tensors:
         optimizer.loss_scale.load_state_dict(below("loss_scale/", tensors))
-    _restore_histories(saved, state)
-    _restore_autoscales(saved, state)
 
 
 def _restore_histories(saved: SavedRun, state: Resumable) -> None:

@@ -66,18 +66,21 @@ def megatron_folder(root: Path, iteration: int | None) -> Path | None:
 def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad) -> Progress:
     """Take over a run of Megatron-LM. Called by all ranks together.
 
-    Random states and amax histories start anew. Without moments the masters are the weights, as in Megatron-LM.
+    Random states and amax histories start anew. Without moments the masters are the weights, as in Megatron-LM. A model
+    that is evaluated takes the masters, if the checkpoint has them.
 
     Raises:
         CheckpointError: damaged, of another model, or of a kind that is not read. A fault of the description is the
             same error on every rank.
     """
-    loads_moments = options.optimizer and not options.finetune
+    loads_optimizer = options.optimizer and not options.finetune
+    loads_moments = loads_optimizer and state.has_moments
     saved = _checked(folder, state, loads_moments=loads_moments, finetune=options.finetune)
+    takes_masters = loads_moments or (loads_optimizer and _moments_problem(saved) is None)
     state.optimizer.wait_for_copies()
     for space, slot, placement in state.slots():
         for kind in PREFIXES if loads_moments else ("master",):
-            stored = kind if loads_moments else "weight"
+            stored = kind if takes_masters else "weight"
             local = _local(saved, stored, placement, state.vocab_size).to(state.device)
             if kind == "master" and isinstance(space, SplitSpaceState):
                 space.set_master(slot, local.view(slot.param.shape), None)

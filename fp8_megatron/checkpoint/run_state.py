@@ -104,6 +104,11 @@ class Resumable:
         for state, slot in self.optimizer.slots():
             yield state, slot, self.placement(slot)
 
+    @property
+    def has_moments(self) -> bool:
+        """False for --skip-train: the model is evaluated, and needs no moments."""
+        return not self.config.training.skip_train
+
     def placement(self, slot: Slot) -> Placement:
         """Where a parameter lies in the model."""
         return placement_of(

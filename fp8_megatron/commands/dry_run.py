@@ -43,14 +43,13 @@ def _check_first_start(config: Config, world_size: int) -> None:
 
 
 def dry_run_report(config: Config, world_size: int) -> str:
-    """The resolved configuration, the layout, memory of every pipeline stage and bytes on the wire.
+    """The resolved configuration, the layout, memory of every pipeline stage and, of training, bytes on the wire.
 
     Args:
         config: a configuration that passed its checks for `world_size` ranks.
         world_size: ranks of the job.
     """
     from ..planning.vocabulary import padded_vocab_size, vocab_size
-    from ..planning.wire import predict_stage_bytes, predict_wire_bytes
 
     parallel, model = config.parallel, config.model
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -58,25 +57,42 @@ def dry_run_report(config: Config, world_size: int) -> str:
     notes = [f"vocabulary: {vocab_size(config):,}, padded to {padded:,}"]
     if model.vocab_size is None:
         notes[0] += " (GPT-2's; the tokenizer is not read)"
-    batch = config.global_batch_size(world_size)
     context = f"context {parallel.context_parallel_size} × " if parallel.context_parallel_size > 1 else ""
-    wires = [predict_wire_bytes(config, padded, world_size=world_size, stage=stage) for stage in range(pp)]
-    wire = max(wires, key=lambda one: one.total)
-    between = [predict_stage_bytes(config, world_size=world_size, stage=stage) for stage in range(pp)]
     layout = config.pipeline_layout
     notes += [
         f"ranks: {world_size} = tensor {tp} × {context}pipeline {pp} × data {config.data_parallel_size(world_size)}",
         *([f"stages: {layout.text} (E embedding, t layer, L loss)"] if pp > 1 else []),
         *([f"FP8: {config.fp8_summary}"] if config.precision.is_fp8 else []),
-        f"step: {batch:,} sequences, {batch * model.seq_length:,} tokens, {config.num_micro_batches(world_size)} "
+        *(_evaluation(config) if config.training.skip_train else _steps(config, world_size)),
+        "not checked here: files, folders, installed packages, the GPUs",
+    ]
+    return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])
+
+
+def _evaluation(config: Config) -> list[str]:
+    """What --skip-train does."""
+    num_sequences = config.training.micro_batch_size
+    return [f"evaluation: micro-batches of {num_sequences} per rank, nothing is trained; activations are not predicted"]
+
+
+def _steps(config: Config, world_size: int) -> list[str]:
+    """What a step trains on, what it sends, and the peak of its memory."""
+    from ..planning.vocabulary import padded_vocab_size
+    from ..planning.wire import predict_stage_bytes, predict_wire_bytes
+
+    padded, pp = padded_vocab_size(config), config.parallel.pipeline_model_parallel_size
+    batch, num_micro_batches = config.global_batch_size(world_size), config.num_micro_batches(world_size)
+    wires = [predict_wire_bytes(config, padded, world_size=world_size, stage=stage) for stage in range(pp)]
+    wire = max(wires, key=lambda one: one.total)
+    between = [predict_stage_bytes(config, world_size=world_size, stage=stage) for stage in range(pp)]
+    return [
+        f"step: {batch:,} sequences, {batch * config.model.seq_length:,} tokens, {num_micro_batches} "
         f"micro-batches of {config.training.micro_batch_size} per rank",
         f"wire: in each step a rank sends its data-parallel peers {_gigabytes(wire.gradients)} GB of gradients and "
         f"{_gigabytes(wire.weights)} GB of weights",
         *([f"stages: in each step a rank sends other stages up to {_gigabytes(max(between))} GB"] if pp > 1 else []),
         *_peak(config, world_size),
-        "not checked here: files, folders, installed packages, the GPUs",
     ]
-    return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])
 
 
 def _peak(config: Config, world_size: int) -> list[str]:

@@ -40,6 +40,8 @@ class Copied(Protocol):
 class FP8DistributedOptimizer:
     """AdamW (or Adam) over the spaces of all model chunks of a rank, state sharded over each space's replicas.
 
+    Of a model that is evaluated it holds the masters alone, from which the weights are derived.
+
     `param_groups` has one group per space with Megatron's keys (`lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`,
     `is_decoupled_lr`). megatron-core's scheduler sets the first two. Vectors (norms, biases) have no decay.
 
@@ -74,7 +76,7 @@ class FP8DistributedOptimizer:
             for buffer in chunk.grad_buffers:
                 formats = storage.of_state(buffer.space.storage)
                 kind = SplitSpaceState if formats.master_weight is StorageDtype.SPLIT else SpaceState
-                state = kind(buffer.space, formats)
+                state = kind(buffer.space, formats, has_moments=storage.is_trained)
                 self.states.append(state)
                 if state.gather is not None:
                     chunk.receive_weights_through(state.gather)

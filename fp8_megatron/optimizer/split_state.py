@@ -28,9 +28,9 @@ class SplitSpaceState(SpaceState):
         tensor_amax: FP32 [num_slots], the largest magnitude of each master over all ranks.
     """
 
-    def __init__(self, space: ParamSpace, formats: StorageFormats) -> None:
+    def __init__(self, space: ParamSpace, formats: StorageFormats, *, has_moments: bool = True) -> None:
         assert formats.weight is StorageDtype.FP8 and formats.master_weight is StorageDtype.SPLIT, formats
-        super().__init__(space, formats)
+        super().__init__(space, formats, has_moments=has_moments)
         self.tensor_amax = torch.zeros(len(space.slots), device=space.device)
         self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
         #: FP32 [num_slots] between a step's first `update_slot` and `finish_update`.

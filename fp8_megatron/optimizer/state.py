@@ -103,9 +103,12 @@ class SpaceState:
         gather: sends the shard's weights to the other replicas; None with one replica.
         chunk_amax: FP32 [shard_numel / CHUNK], the largest magnitude of each chunk of this shard's masters, of linear
             weights. The optimizer kernel writes it. Scales of casts to FP8 come from it.
+
+    Args:
+        has_moments: False: the space is evaluated and never updated; its moments have no elements.
     """
 
-    def __init__(self, space: ParamSpace, formats: StorageFormats) -> None:
+    def __init__(self, space: ParamSpace, formats: StorageFormats, *, has_moments: bool = True) -> None:
         self.space = space
         self.formats = formats
         n, device = space.shard_numel, space.device
@@ -134,8 +137,10 @@ class SpaceState:
             self._point_at_weight(slot, index)
         is_shared = is_own_master and space.num_shards == 1
         self.master = self.weight if is_shared else StateTensor.zeros(n, formats.master_weight or formats.weight, own)
-        self.exp_avg = StateTensor.zeros(n, formats.exp_avg, own)
-        self.exp_avg_sq = StateTensor.zeros(n, formats.exp_avg_sq, own)
+        self.has_moments = has_moments
+        num_moments = n if has_moments else 0
+        self.exp_avg = StateTensor.zeros(num_moments, formats.exp_avg, own)
+        self.exp_avg_sq = StateTensor.zeros(num_moments, formats.exp_avg_sq, own)
         stored = (formats.master_weight or formats.weight, formats.exp_avg, formats.exp_avg_sq)
         rounds = any(dtype is not StorageDtype.FP32 for dtype in stored)
         self.places = space.shard_places() if rounds else ops.Places()
@@ -177,6 +182,7 @@ class SpaceState:
 
     def part(self, kind: str, slot: Slot, fragment: Fragment) -> StateTensor:
         """This rank's part of a parameter's state; `kind` is master, exp_avg or exp_avg_sq."""
+        assert self.has_moments or kind == "master", f"{kind} of a model that was built for evaluation"
         stored: StateTensor = getattr(self, kind)
         return stored.part(fragment)
 

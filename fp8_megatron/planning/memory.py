@@ -65,7 +65,8 @@ def count_parameters(
 def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0) -> MemoryByKind:
     """Predicted memory of a rank of pipeline stage `stage`, without padding and wire buffers."""
     replicas = config.num_replicas(world_size)
-    stored = model_storage(config.precision, config.num_micro_batches(world_size))
+    is_trained = not config.training.skip_train
+    stored = model_storage(config.precision, config.num_micro_batches(world_size), is_trained=is_trained)
     by_class = parameters_by_class(config, padded_vocab_size, stage=stage)
     linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)
     for storage, count in by_class.items():
@@ -129,10 +130,11 @@ def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: 
     gradients = [] if replicas == 1 else [(grads.shard, count // replicas)]
     if replicas == 1 or grads.adds_locally:
         gradients.append((grads.local, count))
-    if grads.is_released:
+    if grads.is_released or not stored.is_trained:
         gradients = []
-    state = [(dtype, count // replicas) for dtype in (formats.exp_avg, formats.exp_avg_sq, master)]
-    rounds = any(dtype is not StorageDtype.FP32 for dtype, _ in state)
+    rounds = any(dtype is not StorageDtype.FP32 for dtype in (formats.exp_avg, formats.exp_avg_sq, master))
+    num_moments = count // replicas if stored.is_trained else 0
+    state = [(formats.exp_avg, num_moments), (formats.exp_avg_sq, num_moments), (master, count // replicas)]
     if is_own_master and replicas > 1:
         state.append((master, count))  # the rank holds scales of all replicas' weights
     return StorageBytes(
@@ -140,8 +142,8 @@ def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: 
         weights=count * formats.weight.itemsize,
         gradients=sum(dtype.itemsize * n for dtype, n in gradients),
         master_weights=0 if is_own_master and replicas == 1 else master.itemsize * (count // replicas),
-        exp_avg=formats.exp_avg.itemsize * (count // replicas),
-        exp_avg_sq=formats.exp_avg_sq.itemsize * (count // replicas),
+        exp_avg=formats.exp_avg.itemsize * num_moments,
+        exp_avg_sq=formats.exp_avg_sq.itemsize * num_moments,
         scales=sum(4 * n // STATE_BLOCK for dtype, n in state if dtype.is_scaled)
         + sum(4 * n // GRAD_BLOCK for dtype, n in gradients if dtype is StorageDtype.FP8)
         + (PLACE_BYTES * (count // replicas) // storage.alignment if rounds else 0),

@@ -7,11 +7,12 @@ from ..formats import StorageDtype
 from ..sharding.storage import ModelStorage
 
 
-def model_storage(precision: PrecisionConfig, num_micro_batches: int) -> ModelStorage:
+def model_storage(precision: PrecisionConfig, num_micro_batches: int, *, is_trained: bool = True) -> ModelStorage:
     """Storage formats of a model.
 
     Args:
         num_micro_batches: gradients that each parameter receives per step.
+        is_trained: False for --skip-train.
     """
     accumulator = precision.grad_accumulation_dtype
     return ModelStorage(
@@ -21,4 +22,5 @@ def model_storage(precision: PrecisionConfig, num_micro_batches: int) -> ModelSt
         adds_locally=precision.grad_accumulation == "local",
         accumulator=None if accumulator is None else StorageDtype(accumulator),
         releases_gradients=precision.release_gradients,
+        is_trained=is_trained,
     )

@@ -14,7 +14,7 @@ import torch
 from ..collectives.gradient_reduction import build_reducer
 from ..formats import GradReduceMode, StorageDtype
 from ..quantization.scaled_tensor import ScaledTensor
-from .grad_buffer import GradBuffer, LocalGradBuffer, ShardedGradBuffer
+from .grad_buffer import GradBuffer, LocalGradBuffer, NoGradBuffer, ShardedGradBuffer
 from .partition import Cut, ParamSpace, StorageClass, partition
 from .released_grads import ReleasedGradBuffer
 from .replicas import Sharing
@@ -166,6 +166,8 @@ def build_grad_buffer(
     space: ParamSpace, storage: ModelStorage, exchange: Exchange, staging: StagingPools
 ) -> GradBuffer:
     """The gradient buffer that a space's storage and replicas ask for."""
+    if not storage.is_trained:
+        return NoGradBuffer(space)
     formats = storage.of_grads(space.storage, space.dtype)
     if space.replicas.size > 1:
         return _build_sharded(space, formats, exchange, staging, storage.num_micro_batches)

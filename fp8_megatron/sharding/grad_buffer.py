@@ -9,6 +9,7 @@ The owner of the storage decides its form. Layers only write (`main_grad.accumul
   gradient of a bucket starts its reduction, during backward. Every micro-batch's mean is added to this rank's shard, in
   FP32 or BF16. Alternatively, gradients are added locally and reduced once a step.
 - `released_grads.ReleasedGradBuffer`, one replica: no storage, the optimizer takes each gradient as it is written.
+- `NoGradBuffer`: no storage, of a model that is evaluated.
 """
 
 from __future__ import annotations
@@ -247,6 +248,30 @@ class LocalGradBuffer(GradBuffer):
         return [
             slot.name for slot in self.space.slots if not torch.isfinite(slot.padded_slice(marks, block)).all().item()
         ]
+
+
+class NoGradBuffer(GradBuffer):
+    """Of a space that is evaluated and not trained: no storage, and no gradient may come."""
+
+    def __init__(self, space: ParamSpace) -> None:
+        super().__init__(space)
+        self.payload = torch.empty(0, device=space.device)
+
+    def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
+        raise AssertionError(f"{slot.name}: a gradient of a model that was built for evaluation")
+
+    def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
+        raise AssertionError("a training step of a model that was built for evaluation")
+
+    def finish(self) -> None:
+        self.reset()
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def non_finite_slots(self) -> list[str]:
+        return []
 
 
 def _zero(wire: WireTensor) -> None:

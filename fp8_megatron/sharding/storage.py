@@ -57,6 +57,7 @@ class ModelStorage:
         accumulator: dtype in which FP8 weight gradients are added. None: BF16 for up to `MAX_BF16_MICRO_BATCHES`, in a
             shard up to `MAX_BF16_REDUCTIONS`; else FP32.
         releases_gradients: linear weights are updated during backward.
+        is_trained: False: the model is evaluated, and has no storage for gradients and moments.
     """
 
     formats: StorageFormats = LEVELS["O3"]
@@ -65,6 +66,7 @@ class ModelStorage:
     adds_locally: bool = False
     accumulator: StorageDtype | None = None
     releases_gradients: bool = False
+    is_trained: bool = True
 
     def of_grads(self, storage: StorageClass, dtype: torch.dtype | None = None) -> GradFormats:
         """Storage of the gradients of one space.

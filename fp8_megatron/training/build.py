@@ -101,7 +101,8 @@ def build_trainable_model(
     chunks = build_model(
         config, padded_vocab_size, topology, device, new_recipe, unpadded_vocab_size=unpadded_vocab_size
     )
-    storage, exchange = model_storage(config.precision, num_micro_batches), build_exchange(config)
+    is_trained = not config.training.skip_train
+    storage = model_storage(config.precision, num_micro_batches, is_trained=is_trained)
     staging = StagingPools()
     named = [named_parameters_of_model(chunk.module) for chunk in chunks]
     replicate = partial(
@@ -110,7 +111,7 @@ def build_trainable_model(
         cut_of=topology.cut_of,
         takes_decoupled_lr=is_embedding_or_output if config.optimizer.decoupled_lr is not None else None,
         storage=storage,
-        exchange=exchange,
+        exchange=build_exchange(config),
         staging=staging,
     )
     replicated = [

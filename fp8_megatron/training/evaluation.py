@@ -18,6 +18,7 @@ from ..reporting.metrics import EvalMetrics, eval_line
 from ..reporting.metrics_file import json_line
 from ..watch.failures import RankWatch
 from .build import TrainingState, build_training_state
+from .room import check_memory
 from .run_data import RunData, open_run_data
 from .run_start import Source
 from .stopping import SignalHandler, StopReason
@@ -75,11 +76,13 @@ def evaluate_checkpoint(
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
         ConfigError: any problem with tokenizer or data.
+        UserError: the weights do not fit.
     """
     tensor_rank, pipeline_rank = topology.tp.rank(), topology.pp.rank()
     seed_everything(config.training.seed, device, tensor_parallel_rank=tensor_rank, pipeline_rank=pipeline_rank)
     data = open_run_data(config, topology)
     unpadded = data.unpadded_vocab_size
+    check_memory(config, topology, device, data.padded_vocab_size)
     state = build_training_state(config, data.padded_vocab_size, topology, device, unpadded_vocab_size=unpadded)
     reached = source.load(state.resumable(unpadded)).iteration
     # A damaged one is passed over. With --finetune the iteration is 0.

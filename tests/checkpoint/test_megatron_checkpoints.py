@@ -18,16 +18,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8_megatron.checkpoint.files import CheckpointError, candidates, megatron_iterations
-from fp8_megatron.checkpoint.loading import LoadOptions
+from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.megatron_files import Opaque, read_megatron_file
 from fp8_megatron.checkpoint.saved_settings import settings_of_checkpoint
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import CheckpointConfig, Config, ParallelConfig
+from fp8_megatron.mcore.runtime import runtime
+from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.run_start import _keep_megatron_checkpoints, check_what_is_loaded
 from tests.harness.megatron_run import AFTER, BEFORE, arguments_of, config_of, megatron_run
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import KINDS, TinyRun, run_tiny_on_a_rank
+from tests.harness.tiny_gpt import VOCAB_SIZE
 
+CPU = torch.device("cpu")
 FORMATS = ("dp_reshardable", "fully_reshardable", "torch")
 #: Both compute logits below 1 in BF16 from the same weights, in other orders of summation: each is off by 2^-9 at most,
 #: and the loss by two of them, the target's and the mean of the others.
@@ -99,6 +104,27 @@ def test_no_load_optim_and_finetune_take_what_they_say(ranks: RankPool, run: Pat
     tuned = resumed(ranks, run / "fully_reshardable", config, num_steps=1, options=LoadOptions(finetune=True))
     assert tuned.progress.iteration == tuned.progress.consumed_samples == 0
     assert_same_state(tuned, weights, ("master",))
+
+
+def test_an_evaluation_takes_the_masters_alone_or_the_weights(run: Path, tmp_path: Path) -> None:
+    """Without a flag, although one checkpoint has no moments."""
+    config = config_of(run.name)
+    config = replace(config, training=replace(config.training, skip_train=True))
+    (tmp_path / f"iter_{BEFORE:07d}" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
+    name = f"iter_{BEFORE:07d}/mp_rank_00/model_optim_rng.pt"
+    saved = torch.load(run / "torch" / name, weights_only=False)
+    saved["args"].no_save_optim = True
+    torch.save({key: value for key, value in saved.items() if not key.startswith("opt")}, tmp_path / name)
+    states = load_file(run / "states.safetensors")
+    for root, kind in ((run / "torch", "master"), (run / "fully_reshardable", "master"), (tmp_path, "weight")):
+        with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
+            built = build_training_state(config, VOCAB_SIZE, topology, CPU)
+            progress = load_checkpoint(root, built.resumable(VOCAB_SIZE))
+            assert progress is not None and progress.iteration == BEFORE
+            for space, slot in built.optimizer.slots():
+                expected = states[f"{kind}/{slot.name}"].float()
+                assert torch.equal(space.get_master(slot), expected.view(slot.param.shape)), slot.name
 
 
 def test_ranks_of_a_torch_checkpoint_are_merged(ranks: RankPool, run: Path, tmp_path: Path) -> None:

@@ -31,6 +31,19 @@ def test_what_is_printed(model: str, world_size: int, layout: str, capsys: pytes
     assert "wire: in each step a rank sends its data-parallel peers" in out and "vocabulary: 50,304" in out
 
 
+def test_an_evaluation_has_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-7B in FP8: a byte for each linear weight, two for its master."""
+    words = f"--config {CONFIGS}/gpt_7b.yaml --mock-data --skip-train --load runs/x --dry-run --world-size 1"
+    assert pretrain_gpt.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "evaluation: micro-batches of 4 per rank, nothing is trained" in out
+    assert not any(line.startswith(("step:", "wire:", "peak:")) for line in out.splitlines())
+    (row,) = (line.split("│")[1:-1] for line in out.splitlines() if line.startswith("│"))
+    _, _, weights, gradients, masters, exp_avg, exp_avg_sq, scales, total = (float(c.replace(",", "")) for c in row)
+    assert gradients == exp_avg == exp_avg_sq == 0
+    assert total == pytest.approx(weights + masters + scales, abs=0.02) and 20 < total < 21
+
+
 def test_ranks_that_share_sequences_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--config {CONFIGS}/llama_8b.yaml --mock-data --context-parallel-size 4 --dry-run --world-size 8"
     assert pretrain_gpt.main(words.split()) == 0

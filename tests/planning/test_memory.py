@@ -40,10 +40,13 @@ STRETCH = PrecisionConfig(
 )
 
 
-def make_config(model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batches: int) -> Config:
+def make_config(
+    model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batches: int, *, trains: bool = True
+) -> Config:
     unclipped = tiny_optimizer(clip_grad=0.0)  # what gradients that are released need
     config = tiny_config(model, parallel=parallel, precision=precision, optimizer=unclipped)
-    return replace(config, training=replace(config.training, micro_batch_size=1, global_batch_size=micro_batches))
+    training = replace(config.training, micro_batch_size=1, global_batch_size=micro_batches, skip_train=not trains)
+    return replace(config, training=training)
 
 
 def _compare(config: Config) -> tuple[MemoryByKind, MemoryByKind]:
@@ -80,7 +83,22 @@ def _compare(config: Config) -> tuple[MemoryByKind, MemoryByKind]:
 def test_predicted_is_measured(
     ranks: RankPool, model: str, num_ranks: int, parallel: ParallelConfig, precision: PrecisionConfig, global_batch: int
 ) -> None:
-    config = make_config(MODELS[model], parallel, precision, global_batch)
+    _check_prediction(ranks, make_config(MODELS[model], parallel, precision, global_batch), num_ranks)
+
+
+@pytest.mark.parametrize(
+    "precision", [PrecisionConfig(), PrecisionConfig(opt_level="O2"), PrecisionConfig(precision="bf16")]
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_predicted_is_measured_of_an_evaluation(ranks: RankPool, num_ranks: int, precision: PrecisionConfig) -> None:
+    config = make_config(MODELS["gpt3"], ParallelConfig(), precision, num_ranks, trains=False)
+    _check_prediction(ranks, config, num_ranks)
+    predicted = predict_memory(config, VOCAB, world_size=num_ranks)
+    held = predicted.linear + predicted.rest
+    assert held.gradients == held.exp_avg == held.exp_avg_sq == 0 and held.weights > 0
+
+
+def _check_prediction(ranks: RankPool, config: Config, num_ranks: int) -> None:
     for measured, predicted in ranks.run(_compare, config, num_ranks=num_ranks):
         assert measured.linear.num_params == predicted.linear.num_params
         assert measured.rest.num_params == predicted.rest.num_params

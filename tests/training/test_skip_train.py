@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_command_line, parse_config
+from fp8_megatron.mcore.runtime import runtime
+from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.training.build import build_training_state, measured_storage
 from fp8_megatron.training.evaluation import EVALUATIONS_FILE
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
@@ -20,6 +25,8 @@ from tests.harness.runs import tiny_flags
 from tests.harness.token_files import write_token_files
 
 SCRIPT = {"global_batch_size": 4, "train_iters": 4, "eval_interval": 2, "eval_iters": 3, "save_interval": 2}
+SPLIT = {"main_params_dtype": "split", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
+CPU = torch.device("cpu")
 
 
 def fit(folder: Path, output: str = "out", **settings: Any) -> None:
@@ -40,7 +47,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"opt_level": "O2"}, {}, {"fp8_recipe": "tensorwise"}])
+@pytest.mark.parametrize(
+    "settings", [{"precision": "bf16"}, {"opt_level": "O2"}, {}, {"fp8_recipe": "tensorwise"}, SPLIT]
+)
 def test_the_losses_are_those_of_training(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Bit for bit, with the script of the training run and its --save; of two checkpoints."""
     fit(tmp_path, **settings)
@@ -79,6 +88,29 @@ def test_the_folder_of_saves_is_that_of_the_losses_too(tmp_path: Path) -> None:
     assert f"added to evaluations.jsonl of {tmp_path / 'saved'}" in note
     line = parse_command_line([*flags, "--save", "none", "--save-interval", "none"])
     assert line.config.logging.output_dir is None and any("losses are shown alone" in note for note in line.notes)
+
+
+@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {}, SPLIT], ids=["bf16", "O3", "5-byte"])
+def test_takes_no_memory_for_gradients_and_moments(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = parse_config(tiny_flags(tmp_path, load=tmp_path, skip_train=True, **settings))
+    trained = replace(config, training=replace(config.training, skip_train=False))
+    with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
+        kept = measured_storage(build_training_state(config, 64, topology, CPU))
+        all_of_it = measured_storage(build_training_state(trained, 64, topology, CPU))
+    found, whole = kept.linear + kept.rest, all_of_it.linear + all_of_it.rest
+    assert (found.weights, found.master_weights) == (whole.weights, whole.master_weights) and found.weights > 0
+    assert found.gradients == found.exp_avg == found.exp_avg_sq == 0
+    assert min(whole.gradients, whole.exp_avg, whole.exp_avg_sq) > 0
+
+
+def test_a_checkpoint_without_moments_needs_no_flag(tmp_path: Path) -> None:
+    """The scales of casts come with the weights, also under the flags that Megatron's scripts give."""
+    fit(tmp_path, save_optim=False)
+    fit(tmp_path, load=tmp_path / "saved", skip_train=True)
+    fit(tmp_path, load=tmp_path / "saved", skip_train=True, load_optim=False, load_rng=False)
+    assert [one["loss"] for one in evaluations(tmp_path)] == 2 * [reported(tmp_path)[-1]["loss"]]
+    with pytest.raises(CheckpointError, match="holds weights alone; give --finetune, or --no-load-optim"):
+        fit(tmp_path, load=tmp_path / "saved", train_iters=6)
 
 
 def test_in_another_precision_and_of_the_weights_alone(tmp_path: Path) -> None:
