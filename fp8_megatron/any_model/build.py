@@ -135,7 +135,9 @@ def _watch_shards(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mappin
 
     def look(_: torch.optim.Optimizer) -> bool:
         now = reference()
-        for name, param in () if now is None else now.named_parameters():
+        if now is None:
+            return True
+        for name, param in now.named_parameters():
             if name in held and param.requires_grad and is_sharded(param):
                 is_fsdp = any(base.__name__ == "FSDPModule" for part in now.modules() for base in type(part).__mro__)
                 since = SHARDED_SINCE if is_fsdp else f"it is a DTensor since initialize. {NO_TENSOR_PARALLELISM}"

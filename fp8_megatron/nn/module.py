@@ -336,7 +336,8 @@ class FP8Linear(torch.nn.Linear):
         Raises:
             UserError: always, while the weight is in FP8.
         """
-        if stored_part(self._parameters.get("weight")) is None:
+        weight = self._parameters.get("weight")
+        if weight is None or stored_part(weight) is None:
             raise AttributeError("_distribute_module_applied")
         raise UserError(f"{self.name}: {NO_TENSOR_PARALLELISM}")
 
