@@ -212,6 +212,8 @@ def _train(words: list[str], level: str, seed: int, stages: int, sample: Sample)
         gpt._build_chunk = build
     if run is None:
         raise ValueError(f"{level}, seed {seed}: the run did not end with a validation; give --eval-interval")
+    if run.diverged:
+        raise ValueError(f"{level}, seed {seed}: a loss at the end of training is not finite")
     return run
 
 

@@ -22,7 +22,6 @@ Writes parity.json (all curves and figures), parity.md (the table) and parity.pn
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import os
@@ -33,23 +32,27 @@ import sys
 import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ..checkpoint.files import candidates, iteration_folder, named_checkpoint
 from ..checkpoint.run_identity import RunIdentity
 from ..checkpoint.run_lock import DEAD_AFTER_SECONDS, POLL_SECONDS, RunLock
 from ..config.checks import ConfigError, check_config
+from ..config.command_line import setting_name, split_flags
 from ..config.io import own_and_run_flags, parse_config
 from ..config.schema import CheckpointConfig, Config, PrecisionConfig
 from ..errors import UserError
 from ..outputs import writing_to
+from ..reporting.parity import RunKey
 from .arguments import Parser, output_folder, real, seed, whole
 from .levels import levels_of, training_config
+from .parity_plan import SEED, RunPlan
 from .parity_results import read_results, show_table, write_results
-from .parity_runs import SAVE_SECONDS, SEED, Session, run_flags
+from .parity_runs import SAVE_SECONDS, Session
 from .program import exit_status, share_import_path
 from .run_settings import run_command_line
 
@@ -58,40 +61,66 @@ LEVELS = {
     "te": levels_of("te-delayed")["te-delayed"],
     **levels_of("O1", "O2", "O3", "O3-delayed", "O3-blockwise", "default", "16-bit-head", "fast", "5-byte"),
 }
+#: Settings that this command gives each run, and where a user says them.
+_SET_BY_COMMAND = {
+    "seed": "--seeds says the seeds",
+    "save": "each run saves below --output-dir",
+    "output_dir": "it stands before --",
+}
+#: Settings of data that leave the samples as they are.
+_NOT_SAMPLES = {
+    "data_cache_path",
+    "num_dataset_builder_threads",
+    "mmap_bin_files",
+    "num_workers",
+    "reset_position_ids",
+    "reset_attention_mask",
+}
+_SAMPLES_OF_TRAINING = (
+    "eval_interval",
+    "eval_iters",
+    "full_validation",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+)
 DEFAULT_LEVELS = ["bf16", "te", "O1", "O2", "O3", "fast", "5-byte"]
 
 
 def main(words: Sequence[str] | None = None, prog: str = "parity.py") -> int:
-    """Exit status: 0, also if the time limit left runs unfinished; 1 if a run failed; 2 after an error."""
+    """Exit status: 0, also if the time limit left runs unfinished; 1 if a run failed or diverged; 2 after an error."""
     return exit_status(partial(run, _parse(sys.argv[1:] if words is None else words, prog)), OSError)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(plan: RunPlan) -> int:
     """Train what is missing, compare, write; returns the exit status."""
     started = time.monotonic()
     share_import_path()
-    config = check_levels(args)
-    slots = _slots(args.gpus, args.ranks_per_run)
-    deadline = math.inf if args.time_limit is None else started + args.time_limit - SAVE_SECONDS
-    with _locked(Path(args.output_dir)):
-        finished = read_results(args, config)
-        find_starts(args, config, finished)
-        write_results(args, config, finished)  # the settings of runs that a kill leaves unfinished
-        session = Session(args, config, slots, deadline, finished)
+    config = check_levels(plan)
+    slots = _slots(plan.num_gpus, plan.ranks_per_run)
+    deadline = math.inf if plan.time_limit is None else started + plan.time_limit - SAVE_SECONDS
+    with _locked(plan.output_dir):
+        plan, finished = read_results(plan, config)
+        plan = find_starts(plan, config, finished)
+        write_results(plan, config, finished)  # the settings of runs that a kill leaves unfinished
+        session = Session(plan, config, slots, deadline, finished)
         with _interrupts(session):
             session.run()
-        parity = write_results(args, config, finished)
-    wanted = {(level, each) for level in args.levels for each in args.seeds}
+        parity = write_results(plan, config, finished)
     if parity is not None:
         show_table(parity)
+    wanted = set(plan.keys)
     done = len(wanted & finished.keys())
     if done < len(wanted):
         missing = "" if not session.failed else f" ({len(session.failed)} failed)"
         print(f"{done} of {len(wanted)} runs are finished{missing}; the same command goes on", flush=True)
-    return 1 if session.failed else 0
+    diverged = [key for key in plan.keys if key in finished and finished[key].diverged]
+    if diverged:
+        runs = "; ".join(f"{level}, seed {number}" for level, number in diverged)
+        print(f"error: diverged, with a loss at the end that is not finite: {runs}", file=sys.stderr, flush=True)
+    return 1 if session.failed or diverged else 0
 
 
-def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
+def _parse(words: Sequence[str], prog: str) -> RunPlan:
     parser = Parser(prog=prog, description=__doc__, passes_flags=True)
     parser.add_argument(
         "--levels",
@@ -130,32 +159,43 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=output_folder, required=True)
     own, passed = own_and_run_flags(words)
     args = parser.parse_args(own)
-    args.passed = passed
-    # What parity.json says: flags by level, and by seed the iteration that --continue-from found.
-    args.recorded_flags, args.starts = {}, {}
-    args.num_steps = {}  # of runs that continue others, by seed
     if not passed:
         parser.error("no flags of the run; put them behind --, e.g. -- --config FILE --data-path PREFIX")
-    args.flags = {**LEVELS, **_own_levels(parser, args.own_levels)}
-    if args.levels is None:
+    own_levels = _own_levels(parser, args.own_levels)
+    flags = {**LEVELS, **own_levels}
+    levels = args.levels
+    if levels is None:
         has_te = importlib.util.find_spec("transformer_engine") is not None
-        args.levels = [level for level in DEFAULT_LEVELS if level != "te" or has_te]
-    if unknown := [level for level in args.levels if level not in args.flags]:
+        levels = [level for level in DEFAULT_LEVELS if level != "te" or has_te]
+    if unknown := [level for level in levels if level not in flags]:
         parser.error(
             f"--levels {unknown[0]}: no such level; give --own-levels '{unknown[0]}=FLAGS' or one of "
             + ", ".join(LEVELS)
         )
-    for name in ("levels", "seeds"):
-        given = getattr(args, name)
+    if unused := [level for level in own_levels if level not in levels]:
+        parser.error(f"--own-levels {unused[0]} has no effect; name it in --levels, or leave it out")
+    for name, given in (("levels", levels), ("seeds", args.seeds)):
         if repeated := [value for value in given if given.count(value) > 1]:
             parser.error(f"--{name} names {repeated[0]} twice; give it once")
     if args.whole_runs and args.time_limit is None:
         parser.error("--whole-runs has no effect without --time-limit; give both")
-    if len(args.levels) < 2:
-        parser.error(f"--levels {args.levels[0]}: give two or more to compare")
+    if len(levels) < 2:
+        parser.error(f"--levels {levels[0]}: give two or more to compare")
     if args.continue_from is not None and len(args.seeds) > 1 and SEED not in args.continue_from:
         parser.error(f"--continue-from {args.continue_from} is of one seed; put {SEED} into it, or give one of --seeds")
-    return args
+    return RunPlan(
+        levels=levels,
+        seeds=args.seeds,
+        common_flags=passed,
+        level_flags={level: flags[level] for level in levels},
+        output_dir=args.output_dir,
+        num_gpus=args.gpus,
+        ranks_per_run=args.ranks_per_run,
+        time_limit=args.time_limit,
+        whole_runs=args.whole_runs,
+        finetune_from=args.finetune_from,
+        continue_from=args.continue_from,
+    )
 
 
 def _own_levels(parser: Parser, given: Sequence[str]) -> dict[str, list[str]]:
@@ -172,14 +212,14 @@ def _own_levels(parser: Parser, given: Sequence[str]) -> dict[str, list[str]]:
     return levels
 
 
-def check_levels(args: argparse.Namespace) -> Config:
+def check_levels(plan: RunPlan) -> Config:
     """The common configuration of the runs.
 
     Raises:
-        ConfigError: a level cannot run with it, its precision is not the levels', it has not one validation loss, or
-            it says what to load.
+        ConfigError: a level cannot run with it, its precision is not the levels', it has not one validation loss, it
+            says what to load or what this command sets, or a level has other samples.
     """
-    config = training_config(args.passed)
+    config = training_config(plan.common_flags)
     if config.precision != PrecisionConfig():
         default = asdict(PrecisionConfig())
         name = next(name for name, value in asdict(config.precision).items() if value != default[name])
@@ -192,22 +232,54 @@ def check_levels(args: argparse.Namespace) -> Config:
         )
     if training.multiple_validation_sets:
         raise ConfigError("multiple_validation_sets gives several losses, and one is compared; leave it out")
-    for level in args.levels:
-        _check_starts_alike(level, parse_config([*args.passed, *args.flags[level]]).checkpoint)
+    for level in plan.levels:
+        words = [*plan.common_flags, *plan.level_flags[level]]
+        _check_own_flags(level, words)
+        given = parse_config(words)
+        _check_starts_alike(level, given.checkpoint)
+        if differing := _differing_samples(given, config, plan.ranks_per_run):
+            raise ConfigError(
+                f"level {level}: {differing}: all levels train and are validated on the same samples; leave it out of "
+                "the level"
+            )
         try:
-            key = (level, args.seeds[0])
-            flags = run_flags(args, key, Path(args.output_dir) / "runs")
+            flags = plan.run_flags((level, plan.seeds[0]), plan.output_dir / "runs")
             own = run_command_line(flags, "pretrain_gpt.py").config
-            check_config(own, args.ranks_per_run)
+            check_config(own, plan.ranks_per_run)
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
-        steps = [one.train_iters(args.ranks_per_run) for one in (own, config)]
+        steps = [one.train_iters(plan.ranks_per_run) for one in (own, config)]
         if steps[0] != steps[1]:
             raise ConfigError(
                 f"level {level} takes {steps[0]} steps and the flags after -- say {steps[1]}; all levels take as many, "
                 "so leave the length and the batch of the run out of the level"
             )
     return config
+
+
+def _check_own_flags(level: str, flags: Sequence[str]) -> None:
+    """Check that no flag says what this command sets for each run. A file of --config may.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for flag, _, _ in split_flags(flags):
+        if flag is not None and (instead := _SET_BY_COMMAND.get(setting_name(flag))) is not None:
+            raise ConfigError(f"level {level}: {flag}: {instead}; leave it out")
+
+
+def _differing_samples(level: Config, common: Config, ranks_per_run: int) -> str | None:
+    """What a level changes of the samples that it is trained or validated on, in words; None if nothing."""
+
+    def samples(config: Config) -> dict[str, Any]:
+        values = {name: value for name, value in asdict(config.data).items() if name not in _NOT_SAMPLES}
+        training = {name: getattr(config.training, name) for name in _SAMPLES_OF_TRAINING}
+        batch = config.global_batch_size(ranks_per_run)
+        return {**values, **training, "seq_length": config.model.seq_length, "global_batch_size": batch}
+
+    ours, others = samples(level), samples(common)
+    found = next((name for name in ours if ours[name] != others[name]), None)
+    return None if found is None else f"{found}({ours[found]}) is not {others[found]}"
 
 
 def _check_starts_alike(level: str, checkpoint: CheckpointConfig) -> None:
@@ -227,28 +299,33 @@ def _check_starts_alike(level: str, checkpoint: CheckpointConfig) -> None:
             raise ConfigError(f"level {level}: no_{name}: a run goes on from its whole state; leave it out")
 
 
-def find_starts(args: argparse.Namespace, config: Config, finished: Container[tuple[str, int]]) -> None:
+def find_starts(plan: RunPlan, config: Config, finished: Container[RunKey]) -> RunPlan:
     """Check the checkpoints of --continue-from and --finetune-from that unfinished runs need.
 
-    The iteration that --continue-from finds first is that of all runs of its seed, also if the run that is continued
-    has saved more since.
+    The iteration that is found first is that of all runs (with --continue-from, of all of its seed), also if the run of
+    the checkpoint has saved more since.
+
+    Returns:
+        The plan with these iterations, and the last ones of runs that continue others.
 
     Raises:
         UserError: there is none. One to continue is of the last step, or of another seed than its run.
     """
-    seeds = [each for each in args.seeds if any((level, each) not in finished for level in args.levels)]
-    if args.finetune_from is not None and seeds:
-        _newest_checkpoint("--finetune-from", Path(args.finetune_from))
-    if args.continue_from is None:
-        return
+    seeds = [each for each in plan.seeds if any((level, each) not in finished for level in plan.levels)]
+    if plan.finetune_from is not None and seeds:
+        _, iteration = _newest_checkpoint("--finetune-from", Path(plan.finetune_from), plan.finetune_iteration)
+        plan = replace(plan, finetune_iteration=iteration)
+    if plan.continue_from is None:
+        return plan
     from ..checkpoint.saved_settings import saved_samples, saved_seed  # imports torch
 
+    steps_before, num_steps = dict(plan.steps_before), dict(plan.num_steps)
     for number in seeds:
-        path = Path(args.continue_from.replace(SEED, str(number)))
-        folder, iteration = _newest_checkpoint("--continue-from", path, args.starts.get(number))
+        path = Path(plan.continue_from.replace(SEED, str(number)))
+        folder, iteration = _newest_checkpoint("--continue-from", path, steps_before.get(number))
         consumed_samples = saved_samples(folder) if config.counts_samples else 0
-        num_steps = config.train_iters(args.ranks_per_run, iteration=iteration, consumed_samples=consumed_samples)
-        if iteration >= num_steps:
+        last = config.train_iters(plan.ranks_per_run, iteration=iteration, consumed_samples=consumed_samples)
+        if iteration >= last:
             length = "train_samples" if config.counts_samples else "train_iters"
             raise UserError(
                 f"--continue-from {path}: its checkpoint is of iteration {iteration}, and {length} is "
@@ -260,7 +337,8 @@ def find_starts(args: argparse.Namespace, config: Config, finished: Container[tu
                 f"--continue-from {path}: that run has seed {saved}, and its data would go on in the order of seed "
                 f"{number}; give --seeds {saved}, or the checkpoint of a run with --seed {number}"
             )
-        args.starts[number], args.num_steps[number] = iteration, num_steps
+        steps_before[number], num_steps[number] = iteration, last
+    return replace(plan, steps_before=steps_before, num_steps=num_steps)
 
 
 def _newest_checkpoint(flag: str, path: Path, iteration: int | None = None) -> tuple[Path, int]:

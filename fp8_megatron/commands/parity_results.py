@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import shlex
 import statistics
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -22,11 +20,12 @@ from ..errors import UserError
 from ..outputs import write_output
 from ..reporting.parity import Parity, RunKey, RunResult, compare_runs
 from ..reporting.parity_report import draw_parity, markdown_table, table_rows
+from .parity_plan import RunPlan
 
 RESULTS_FILE = "parity.json"
 #: Settings that may differ between calls: seeds, where things are, how long ranks wait.
 _MAY_DIFFER = {"seed", "data_cache_path", "nccl_communicator_config_path", "distributed_timeout_minutes"}
-#: Arguments that say from which checkpoint the runs start.
+#: Fields of the plan that say from which checkpoint the runs start.
 _STARTS = ("finetune_from", "continue_from")
 
 
@@ -41,42 +40,50 @@ def common_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def read_results(args: argparse.Namespace, config: Config) -> dict[RunKey, RunResult]:
-    """The finished runs of an earlier call.
+def read_results(plan: RunPlan, config: Config) -> tuple[RunPlan, dict[RunKey, RunResult]]:
+    """The finished runs of earlier calls, and the plan with the flags of their levels and the steps before their runs.
 
     Raises:
-        UserError: the file is damaged, or its runs have other settings.
+        UserError: the file is damaged, or its runs have other settings; or it is gone, and unfinished runs are there.
     """
-    path = Path(args.output_dir) / RESULTS_FILE
+    path = plan.output_dir / RESULTS_FILE
+    saved = next(plan.output_dir.glob(f"runs/*/checkpoints/{TRACKER}"), None)
     if not path.exists():
-        return {}
+        if saved is not None:
+            raise UserError(
+                f"{saved.parent} is of an unfinished run, and {path} with its settings is gone; put it back, remove "
+                f"{plan.output_dir / 'runs'}, or give another --output-dir"
+            )
+        return plan, {}
     try:
         report = json.loads(path.read_text())
         runs = [RunResult.from_json(values) for values in report["runs"]]
+        finetune_iteration = report.get("finetune_iteration")
+        if finetune_iteration is not None:
+            finetune_iteration = int(finetune_iteration)
         before, flags = dict(report["settings"]), dict(report.get("flags", {}))
         starts = {int(number): int(iteration) for number, iteration in report.get("starts", {}).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
-    if not runs and next(path.parent.glob(f"runs/*/checkpoints/{TRACKER}"), None) is None:
-        return {}  # nothing was trained
-    args.recorded_flags, args.starts = flags, starts
+    if not runs and saved is None:
+        return plan, {}  # nothing was trained
     for name in _STARTS:
-        given = getattr(args, name)
+        given = getattr(plan, name)
         if given != (start := report.get(name, given)):
             raise UserError(
                 f"{path} has runs with {name}({start}), this command has {name}({given}); give the same checkpoint, or "
                 "another --output-dir"
             )
-    if args.ranks_per_run != (ranks := report.get("ranks_per_run", 1)):
+    if plan.ranks_per_run != (ranks := report.get("ranks_per_run", 1)):
         raise UserError(
-            f"{path} has runs with --ranks-per-run {ranks}, this command has {args.ranks_per_run}; give the same, or "
+            f"{path} has runs with --ranks-per-run {ranks}, this command has {plan.ranks_per_run}; give the same, or "
             "another --output-dir"
         )
-    for level in args.levels:
-        if flags.get(level, args.flags[level]) != args.flags[level]:
+    for level in plan.levels:
+        if flags.get(level, plan.level_flags[level]) != plan.level_flags[level]:
             raise UserError(
                 f"{path} has runs of level {level} with {shlex.join(flags[level])!r}, this command has "
-                f"{shlex.join(args.flags[level])!r}; give another --output-dir"
+                f"{shlex.join(plan.level_flags[level])!r}; give another --output-dir"
             )
     for name, value in common_settings(config).items():
         # A setting that the runs do not know came with a later version.
@@ -85,21 +92,28 @@ def read_results(args: argparse.Namespace, config: Config) -> dict[RunKey, RunRe
                 f"{path} has runs with {name}({before[name]}), this command has {name}({value}); give the same "
                 "flags, or another --output-dir"
             )
-    return {(found.level, found.seed): found for found in runs}
+    plan = replace(
+        plan,
+        level_flags={**flags, **plan.level_flags},
+        finetune_iteration=finetune_iteration,
+        steps_before=starts,
+    )
+    return plan, {(found.level, found.seed): found for found in runs}
 
 
-def write_results(args: argparse.Namespace, config: Config, finished: Mapping[RunKey, RunResult]) -> Parity | None:
+def write_results(plan: RunPlan, config: Config, finished: Mapping[RunKey, RunResult]) -> Parity | None:
     """Write parity.json, parity.md and parity.png of what is finished; returns the comparison if there is one."""
-    folder = Path(args.output_dir)
-    order = {level: index for index, level in enumerate(args.levels)}
+    folder = plan.output_dir
+    order = {level: index for index, level in enumerate(plan.levels)}
     runs = sorted(finished.values(), key=lambda found: (order.get(found.level, len(order)), found.seed))
-    parity = compare_runs(runs, args.levels[0])
+    parity = compare_runs(runs, plan.levels[0])
     report = {
         "settings": common_settings(config),
-        "flags": {**args.recorded_flags, **{level: args.flags[level] for level in args.levels}},
-        **{name: getattr(args, name) for name in _STARTS},
-        "starts": args.starts,
-        "ranks_per_run": args.ranks_per_run,
+        "flags": plan.level_flags,
+        **{name: getattr(plan, name) for name in _STARTS},
+        "finetune_iteration": plan.finetune_iteration,
+        "starts": plan.steps_before,
+        "ranks_per_run": plan.ranks_per_run,
         **_machine(),
         "comparison": None if parity is None else asdict(parity),
         "runs": [found.to_json() for found in runs],
@@ -108,7 +122,7 @@ def write_results(args: argparse.Namespace, config: Config, finished: Mapping[Ru
     if parity is None or len(parity.levels) < 2:
         return None
     write_output(folder / "parity.md", markdown_table(parity).encode(), "--output-dir")
-    tokens = args.ranks_per_run * statistics.fmean(
+    tokens = plan.ranks_per_run * statistics.fmean(
         (found.num_steps - found.steps_before) * found.tokens_per_second * found.step_seconds for found in runs
     )
     draw_parity(runs, parity, folder / "parity.png", title=f"Precision levels over {tokens / 1e6:,.1f} M tokens")

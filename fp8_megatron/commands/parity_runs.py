@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -17,23 +16,33 @@ import psutil
 
 from ..checkpoint.files import TRACKER
 from ..config.schema import Config
+from ..reporting.metrics_file import METRICS_FILE, MetricsFile
 from ..reporting.parity import RunKey, RunResult, read_run
+from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
+from .parity_plan import RunPlan
 from .parity_results import write_results
 
 #: Seconds before the time limit at which runs are asked to save and end.
 SAVE_SECONDS = 40.0
 _POLL_SECONDS = 0.2
-#: In --continue-from: a run's seed.
-SEED = "{seed}"
 
 
 @dataclass
 class _Process:
-    """A run that is going on."""
+    """A run that is going on.
+
+    Attributes:
+        started: `time.monotonic`.
+        num_events: those of earlier processes of the run.
+        goes_on: it started from a checkpoint of its own.
+        is_asked_to_end: by this command, for the time limit or a signal.
+    """
 
     popen: subprocess.Popen[bytes]
     started: float
-    was_interrupted: bool
+    num_events: int
+    goes_on: bool
+    is_asked_to_end: bool = False
 
 
 @dataclass
@@ -48,7 +57,7 @@ class Session:
         stops: a signal has asked for the end: no further run starts.
     """
 
-    args: argparse.Namespace
+    plan: RunPlan
     config: Config
     slots: list[str]
     deadline: float
@@ -58,9 +67,7 @@ class Session:
 
     def run(self) -> None:
         """Train what is not finished, until all is or the time is up."""
-        # Seeds in the outer order: the levels of a seed are compared as soon as they are there.
-        pending = [(level, seed) for seed in self.args.seeds for level in self.args.levels]
-        pending = [key for key in pending if key not in self.finished]
+        pending = [key for key in self.plan.keys if key not in self.finished]
         running: dict[str, tuple[RunKey, _Process]] = {}
         asked = False
         try:
@@ -84,15 +91,11 @@ class Session:
             for _, process in running.values():
                 _kill(process.popen)
 
-    def folder(self, key: RunKey) -> Path:
-        """Of a run's logs and checkpoints."""
-        return Path(self.args.output_dir) / "runs" / f"{key[0]}_seed_{key[1]}"
-
     def _next(self, pending: list[RunKey]) -> RunKey | None:
         """Take the first pending run that there is time for."""
         left = self.deadline - time.monotonic()
         for key in pending:
-            if not self.args.whole_runs or self._seconds(key[0]) < left:
+            if not self.plan.whole_runs or self._seconds(key[0]) < left:
                 pending.remove(key)
                 return key
         pending.clear()
@@ -107,50 +110,62 @@ class Session:
         return 0.0
 
     def _start(self, key: RunKey, slot: str) -> _Process:
-        folder = self.folder(key)
-        was_interrupted = (folder / "checkpoints").exists()
+        folder = self.plan.folder(key)
+        goes_on = (folder / "checkpoints" / TRACKER).exists()
         folder.mkdir(parents=True, exist_ok=True)
+        if not goes_on and (folder / METRICS_FILE).exists():
+            # Of an earlier comparison: a run that fails before its first step must not end with those losses.
+            MetricsFile(folder / METRICS_FILE, resume_iteration=0).close()
+        num_events = len(read_events(folder / EVENTS_FILE))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
-        command = [sys.executable, "-m", *_program(self.args.ranks_per_run, slot), *run_flags(self.args, key, folder)]
+        command = [sys.executable, "-m", *_program(self.plan.ranks_per_run, slot), *self.plan.run_flags(key, folder)]
         with (folder / "log.txt").open("ab") as log:
             # Its own session: an interrupt of the terminal reaches this program, which ends the runs in order.
             popen = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
-        print(f"{key[0]}, seed {key[1]}: {'goes on' if was_interrupted else 'starts'}", flush=True)
-        return _Process(popen, time.monotonic(), was_interrupted)
+        print(f"{key[0]}, seed {key[1]}: {'goes on' if goes_on else 'starts'}", flush=True)
+        return _Process(popen, time.monotonic(), num_events, goes_on)
 
     def _ask_to_end(self, running: dict[str, tuple[RunKey, _Process]]) -> None:
         for _, process in running.values():
             process.popen.send_signal(signal.SIGTERM)
-            process.was_interrupted = True
+            process.is_asked_to_end = True
 
     def _ended(self, key: RunKey, process: _Process) -> None:
         """Read a finished run and remove its checkpoints; report a failed one."""
-        folder, status = self.folder(key), process.popen.returncode
-        seconds = None if process.was_interrupted else time.monotonic() - process.started
+        folder, status = self.plan.folder(key), process.popen.returncode
+        is_whole = not (process.goes_on or process.is_asked_to_end)
+        seconds = time.monotonic() - process.started if is_whole else None
         # On a number of samples, it depends on the batches of the run that is continued.
-        num_steps = self.args.num_steps.get(key[1]) or self.config.train_iters(self.args.ranks_per_run)
-        try:
-            result = read_run(
-                folder, *key, num_steps=num_steps, wall_seconds=seconds, steps_before=self.args.starts.get(key[1], 0)
-            )
-        except ValueError as error:
-            print(f"error: {key[0]}, seed {key[1]}: {error}", file=sys.stderr, flush=True)
-            self.failed.append(key)
-            return
+        num_steps = self.plan.num_steps.get(key[1]) or self.config.train_iters(self.plan.ranks_per_run)
+        result = read_run(
+            folder,
+            *key,
+            num_steps=num_steps,
+            wall_seconds=seconds,
+            steps_before=self.plan.steps_before.get(key[1], 0),
+            ended_early=_ended_for_losses(folder, process.num_events),
+        )
         if result is not None:
             self.finished[key] = result
+            write_results(self.plan, self.config, self.finished)  # first: without it, the checkpoint has the result
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            write_results(self.args, self.config, self.finished)
             took = "" if seconds is None else f", {seconds:.0f} s"
-            print(f"{key[0]}, seed {key[1]}: validation loss {result.final_loss:.4f}{took}", flush=True)
-        elif status != 0 and not process.was_interrupted:
+            end = "diverged" if result.diverged else f"validation loss {result.final_loss:.4f}"
+            print(f"{key[0]}, seed {key[1]}: {end}{took}", flush=True)
+        elif status != 0 and not process.is_asked_to_end:
             lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
             print(f"error: {key[0]}, seed {key[1]} ended with status {status}: {(lines or [''])[-1]}", file=sys.stderr)
             self.failed.append(key)
         else:
             print(f"{key[0]}, seed {key[1]}: not finished; the same command goes on with it", flush=True)
+
+
+def _ended_for_losses(folder: Path, num_events: int) -> bool:
+    """Whether training has ended because losses were not finite, by the events behind the first `num_events`."""
+    faults = read_events(folder / EVENTS_FILE)[num_events:]
+    return any(one["kind"] == EventKind.FAULT.value and one.get("error") == "TrainingDiverged" for one in faults)
 
 
 def _program(num_ranks: int, slot: str) -> list[str]:
@@ -167,25 +182,3 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
     popen.kill()
-
-
-def run_flags(args: argparse.Namespace, key: RunKey, folder: Path) -> list[str]:
-    """Flags of one run of pretrain_gpt.py, with its checkpoints and logs in `folder`.
-
-    A run that has a checkpoint of its own goes on from it. Otherwise --finetune-from or --continue-from say its start.
-    """
-    level, seed = key
-    own = folder / "checkpoints"
-    if (own / TRACKER).exists():
-        load = ["--load", str(own), "--exit-on-missing-checkpoint"]  # one that is gone meanwhile: not from scratch
-    elif args.finetune_from is not None:
-        load = ["--load", args.finetune_from, "--finetune"]
-    elif args.continue_from is not None:
-        load = ["--load", args.continue_from.replace(SEED, str(seed))]
-        if seed in args.starts:
-            load += ["--ckpt-step", str(args.starts[seed])]
-    else:
-        load = ["--load", str(own)]
-    places = ["--output-dir", str(folder), "--save", str(own), *load]
-    quiet = ["--no-tensorboard", "--progress", "off"]
-    return [*args.passed, *args.flags[level], "--seed", str(seed), *places, "--keep-last", "1", *quiet]

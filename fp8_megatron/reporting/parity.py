@@ -30,19 +30,22 @@ class RunResult:
     """One finished run.
 
     Attributes:
-        final_loss: validation loss after the last step, nats a token.
-        tail_loss: mean training loss of the last tenth of its own steps.
+        final_loss: validation loss after the last step, nats a token; None if it is not finite, or if training ended
+            early for losses that are not.
+        tail_loss: mean training loss of the last tenth of its own steps, nats a token; None if one is not finite.
         step_seconds, tokens_per_second: medians after the first steps; tokens of one GPU.
-        wall_seconds: from its start to its end with imports and validations; None for a run that was interrupted.
-        validation, training: (iteration, loss) points. A point of training is a mean over the steps since the last one.
+        wall_seconds: from its start to its end with imports and validations; None for a run that was interrupted or
+            ended early.
+        validation, training: (iteration, loss) points, without losses that are not finite. A point of training is a
+            mean over the steps since the last one.
         steps_before: those of the run whose checkpoint it continued; `num_steps` counts them.
     """
 
     level: str
     seed: int
     num_steps: int
-    final_loss: float
-    tail_loss: float
+    final_loss: float | None
+    tail_loss: float | None
     step_seconds: float
     tokens_per_second: float
     peak_memory_gib: float
@@ -51,6 +54,11 @@ class RunResult:
     validation: list[tuple[int, float]]
     training: list[tuple[int, float]]
     steps_before: int = 0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss at its end is not finite. Such a run is compared with no other."""
+        return self.final_loss is None or self.tail_loss is None
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -72,7 +80,8 @@ class Comparison:
     """A level against the reference. Gaps are relative: level / reference - 1.
 
     Attributes:
-        seeds: the seeds that both have finished.
+        seeds: the seeds that both have finished without divergence; all losses and gaps are of these.
+        diverged: seeds of this level's runs that diverged (`RunResult.diverged`).
         gap, gaps: mean over seeds, and of each seed, of the final validation loss.
         tail_gap: the same of `RunResult.tail_loss`.
         seed_spread: standard deviation of the reference's final losses over seeds, relative to their mean.
@@ -81,15 +90,17 @@ class Comparison:
         seconds_to_loss: training time until the mean validation loss reaches `Parity.common_loss`.
         speed_up: the reference's `seconds_to_loss` over this level's.
 
-    What needs two seeds is None with one; times are None where a curve does not reach the loss.
+    What needs two seeds is None with one, and losses and gaps without any; times are None where a curve does not reach
+    the loss. Speed, memory and skipped steps are of all runs of seeds that both have finished.
     """
 
     level: str
     seeds: list[int]
-    final_loss: float
-    gap: float
+    diverged: list[int]
+    final_loss: float | None
+    gap: float | None
     gaps: list[float]
-    tail_gap: float
+    tail_gap: float | None
     seed_spread: float | None
     p_value: float | None
     half_width: float | None
@@ -105,47 +116,52 @@ class Parity:
     """All levels against one reference.
 
     Attributes:
-        common_loss: the largest final validation loss of the levels, which every level reaches.
+        common_loss: the largest final validation loss of the levels, over the seeds that all have, which every level
+            reaches; None if they have no seed in common. Levels of which every run diverged are left out.
     """
 
     reference: str
-    common_loss: float
+    common_loss: float | None
     levels: list[Comparison]
 
 
 def read_run(
-    folder: Path, level: str, seed: int, *, num_steps: int, wall_seconds: float | None, steps_before: int = 0
+    folder: Path,
+    level: str,
+    seed: int,
+    *,
+    num_steps: int,
+    wall_seconds: float | None,
+    steps_before: int = 0,
+    ended_early: bool = False,
 ) -> RunResult | None:
     """A run's result from its folder; None if it has not ended.
 
     Args:
         steps_before: as in `RunResult`.
-
-    Raises:
-        ValueError: a loss at the end is not finite.
+        ended_early: training has ended for losses that are not finite, wherever that was.
     """
     path = folder / METRICS_FILE
     records = read_records(path) if path.exists() else []
     steps = [record for record in records if record["kind"] == "train" and record["iteration"] > steps_before]
     validations = [record for record in records if record["kind"] == "eval" and record["split"] == "valid"]
     # The last step may be one of --iterations-to-skip, which have no record.
-    if not steps or not validations or validations[-1]["iteration"] < num_steps:
+    has_last = bool(validations) and validations[-1]["iteration"] >= num_steps
+    if not steps or not (has_last or ended_early):
         return None
     tail = [record["loss"] for record in steps[-max(1, round(_TAIL * (num_steps - steps_before))) :]]
-    if validations[-1]["loss"] is None or None in tail:
-        raise ValueError(f"{path}: a loss at the end of training is not finite")
     timed = steps[WARM_UP_STEPS:] or steps
     return RunResult(
         level=level,
         seed=seed,
         num_steps=num_steps,
-        final_loss=validations[-1]["loss"],
-        tail_loss=statistics.fmean(tail),
+        final_loss=validations[-1]["loss"] if has_last else None,
+        tail_loss=None if None in tail else statistics.fmean(tail),
         step_seconds=statistics.median(record["step_seconds"] for record in timed),
         tokens_per_second=statistics.median(record["tokens_per_second_per_gpu"] for record in timed),
         peak_memory_gib=max(record["peak_memory_gib"] for record in steps),
         skipped_steps=steps[-1]["skipped_steps"],
-        wall_seconds=wall_seconds,
+        wall_seconds=wall_seconds if has_last else None,
         validation=[(record["iteration"], record["loss"]) for record in validations if record["loss"] is not None],
         training=_thinned([(record["iteration"], record["loss"]) for record in steps]),
         steps_before=steps_before,
@@ -155,53 +171,76 @@ def read_run(
 def compare_runs(runs: Sequence[RunResult], reference: str) -> Parity | None:
     """Compare every level with `reference` over the seeds that both have; None without a pair.
 
-    The reference itself is compared too, with gaps of 0.
+    The reference itself is compared too, with gaps of 0. Pairs with a run that diverged have no gap.
     """
     by_level: dict[str, dict[int, RunResult]] = {}
     for run in runs:
         by_level.setdefault(run.level, {})[run.seed] = run
     base = by_level.get(reference, {})
-    seeds = {level: sorted(own.keys() & base.keys()) for level, own in by_level.items()}
-    if not any(seeds.values()):
+    paired = {level: own for level, own in by_level.items() if own.keys() & base.keys()}
+    if not paired:
         return None
-    levels = [level for level in by_level if seeds[level]]
+    seeds = {
+        level: sorted(seed for seed in own.keys() & base.keys() if not (own[seed].diverged or base[seed].diverged))
+        for level, own in paired.items()
+    }
     # One set of seeds for all curves: seeds differ by more than levels do.
-    shared = sorted(set.intersection(*(set(seeds[level]) for level in levels)))
-    curves = {level: _mean_curve([by_level[level][seed] for seed in shared]) for level in levels if shared}
-    common_loss = max(curve[-1][1] for curve in curves.values()) if curves else math.nan
+    shared = sorted(set.intersection(*(set(own) for own in seeds.values() if own))) if any(seeds.values()) else []
+    chosen = {level: [paired[level][seed] for seed in shared] for level, own in seeds.items() if own and shared}
+    curves = {level: _mean_curve(own) for level, own in chosen.items()}
+    common_loss = max((curve[-1][1] for curve in curves.values() if curve), default=None)
     times = {
-        level: _seconds_to(curve, common_loss, [by_level[level][seed] for seed in shared])
+        level: None if common_loss is None else _seconds_to(curve, common_loss, chosen[level])
         for level, curve in curves.items()
     }
-    compared = [
-        _compare(level, [by_level[level][seed] for seed in seeds[level]], [base[seed] for seed in seeds[level]], times)
-        for level in levels
-    ]
+    compared = [_compare(level, own, base, seeds[level], times.get(level)) for level, own in paired.items()]
     return Parity(reference, common_loss, [_with_speed_up(one, times.get(reference)) for one in compared])
 
 
-def _compare(level: str, own: list[RunResult], base: list[RunResult], times: Mapping[str, float | None]) -> Comparison:
-    gaps = [run.final_loss / other.final_loss - 1 for run, other in zip(own, base, strict=True)]
-    tail_gaps = [run.tail_loss / other.tail_loss - 1 for run, other in zip(own, base, strict=True)]
-    finals = [other.final_loss for other in base]
+def _compare(
+    level: str,
+    runs: Mapping[int, RunResult],
+    base: Mapping[int, RunResult],
+    seeds: list[int],
+    seconds_to_loss: float | None,
+) -> Comparison:
+    """Args: seeds: of the pairs without divergence."""
+    own, other = [runs[seed] for seed in seeds], [base[seed] for seed in seeds]
+    finals, base_finals = _final_losses(own), _final_losses(other)
+    gaps = _gaps(finals, base_finals)
+    tail_gaps = _gaps(_tail_losses(own), _tail_losses(other))
     several = len(gaps) > 1
     p_value, half_width = paired_t_test(gaps) if several else (None, None)
+    every = [run for seed, run in sorted(runs.items()) if seed in base]
     return Comparison(
         level=level,
-        seeds=[run.seed for run in own],
-        final_loss=statistics.fmean(run.final_loss for run in own),
-        gap=statistics.fmean(gaps),
+        seeds=seeds,
+        diverged=sorted(seed for seed, run in runs.items() if run.diverged),
+        final_loss=statistics.fmean(finals) if finals else None,
+        gap=statistics.fmean(gaps) if gaps else None,
         gaps=gaps,
-        tail_gap=statistics.fmean(tail_gaps),
-        seed_spread=statistics.stdev(finals) / statistics.fmean(finals) if several else None,
+        tail_gap=statistics.fmean(tail_gaps) if tail_gaps else None,
+        seed_spread=statistics.stdev(base_finals) / statistics.fmean(base_finals) if several else None,
         p_value=p_value,
         half_width=half_width,
-        tokens_per_second=statistics.median(run.tokens_per_second for run in own),
-        peak_memory_gib=max(run.peak_memory_gib for run in own),
-        skipped_steps=sum(run.skipped_steps for run in own),
-        seconds_to_loss=times.get(level),
+        tokens_per_second=statistics.median(run.tokens_per_second for run in every),
+        peak_memory_gib=max(run.peak_memory_gib for run in every),
+        skipped_steps=sum(run.skipped_steps for run in every),
+        seconds_to_loss=seconds_to_loss,
         speed_up=None,
     )
+
+
+def _final_losses(runs: Sequence[RunResult]) -> list[float]:
+    return [run.final_loss for run in runs if run.final_loss is not None]
+
+
+def _tail_losses(runs: Sequence[RunResult]) -> list[float]:
+    return [run.tail_loss for run in runs if run.tail_loss is not None]
+
+
+def _gaps(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    return [own / other - 1 for own, other in zip(losses, reference, strict=True)]
 
 
 def _with_speed_up(one: Comparison, reference_seconds: float | None) -> Comparison:

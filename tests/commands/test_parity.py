@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.commands import parity, parity_runs
+from fp8_megatron.commands.parity_plan import RunPlan
 from fp8_megatron.commands.parity_results import RESULTS_FILE, read_results, write_results
-from fp8_megatron.commands.parity_runs import Session, run_flags
+from fp8_megatron.commands.parity_runs import Session
 from fp8_megatron.commands.pretrain_gpt import main as pretrain
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import parse_config
@@ -26,7 +27,7 @@ TRAINING = ["--mock-data", *MODEL, *STEPS]
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def arguments(folder: Path, *words: str, training: list[str] = TRAINING):  # type: ignore[no-untyped-def]
+def plan_of(folder: Path, *words: str, training: list[str] = TRAINING) -> RunPlan:
     return parity._parse(["--output-dir", str(folder), *words, "--", *training], "parity.py")
 
 
@@ -43,8 +44,8 @@ def test_default_is_what_fp8_does_by_itself() -> None:
 def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
     levels = [level for level in parity.LEVELS if level != "te"]
     training = ["--config", str(CONFIGS / f"{model}.yaml"), "--mock-data", "--train-iters", "2000"]
-    args = arguments(tmp_path, "--levels", *levels, training=[*training, "--eval-iters", "2"])
-    assert parity.check_levels(args).training.train_iters == 2000
+    plan = plan_of(tmp_path, "--levels", *levels, training=[*training, "--eval-iters", "2"])
+    assert parity.check_levels(plan).training.train_iters == 2000
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,23 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
         ([], ["--pretrained-checkpoint", "x"], r"pretrained_checkpoint\(x\): --continue-from and"),
         ([], ["--ckpt-step", "5"], r"ckpt_step\(5\): --continue-from and"),
         ([], ["--no-load-optim"], "no_load_optim: a run goes on from its whole state"),
+        ([], ["--seed", "7"], "level bf16: --seed: --seeds says the seeds; leave it out"),
+        ([], ["--save=x"], "level bf16: --save: each run saves below --output-dir; leave it out"),
+        ([], ["--output_dir", "x"], "level bf16: --output_dir: it stands before --; leave it out"),
+        *(
+            (
+                ["--levels", "bf16", "a", "--own-levels", f"a=--precision fp8 {flag} {value}"],
+                [],
+                f"level a: {words}: all",
+            )
+            for flag, value, words in (
+                ("--eval-iters", 1, r"eval_iters\(1\) is not 2"),
+                ("--eval-interval", 5, r"eval_interval\(5\) is not 10"),
+                ("--seq-length", 64, r"seq_length\(64\) is not 32"),
+                ("--global-batch-size", 4, r"global_batch_size\(4\) is not 2"),
+                ("--split", "90,10,0", r"split\(90,10,0\) is not 969,30,1"),
+            )
+        ),
         (
             ["--levels", "bf16", "a", "--own-levels", "a=--precision fp8 --no-save-optim"],
             [],
@@ -78,7 +96,7 @@ def test_a_configuration_that_cannot_be_compared(
     words: list[str], training: list[str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        parity.check_levels(arguments(tmp_path, *words, training=[*TRAINING, *training]))
+        parity.check_levels(plan_of(tmp_path, *words, training=[*TRAINING, *training]))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +108,10 @@ def test_a_configuration_that_cannot_be_compared(
         (["--time-limit", "5"], "out of range; give more than 40"),
         (["--whole-runs"], "--whole-runs has no effect without --time-limit; give both"),
         (["--levels", "bf16", "head"], "--levels head: no such level; give --own-levels 'head=FLAGS' or one of bf16, "),
+        (
+            ["--levels", "bf16", "O3", "--own-levels", "head=--precision fp8"],
+            "--own-levels head has no effect; name it in --levels, or leave it out",
+        ),
         (["--own-levels", "O3=--precision fp8"], "give NAME=FLAGS with a new name"),
         (["--own-levels", "--precision fp8"], "give NAME=FLAGS"),
         (["--own-levels", "a/b=--precision fp8"], "give NAME=FLAGS"),
@@ -101,7 +123,7 @@ def test_flags_that_are_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        arguments(tmp_path, *words)
+        plan_of(tmp_path, *words)
     assert message in capsys.readouterr().err
 
 
@@ -110,9 +132,9 @@ def _finished(level: str, seed: int, wall_seconds: float | None = 30.0) -> RunRe
 
 
 def _session(tmp_path: Path, *words: str, finished: list[RunResult] | None = None) -> Session:
-    args = arguments(tmp_path, "--levels", "bf16", "O3", "--seeds", "1", "2", *words)
+    plan = plan_of(tmp_path, "--levels", "bf16", "O3", "--seeds", "1", "2", *words)
     known = {(run.level, run.seed): run for run in finished or []}
-    return Session(args, parity.check_levels(args), ["0"], math.inf, known)
+    return Session(plan, parity.check_levels(plan), ["0"], math.inf, known)
 
 
 def test_whole_runs_are_not_started_without_time(tmp_path: Path) -> None:
@@ -126,27 +148,27 @@ def test_whole_runs_are_not_started_without_time(tmp_path: Path) -> None:
 
 def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
     session = _session(tmp_path, finished=[_finished("bf16", 1)])
-    write_results(session.args, session.config, session.finished)
-    assert read_results(session.args, session.config) == session.finished
-    other = arguments(tmp_path, training=[*TRAINING, "--lr", "1e-5"])
+    write_results(session.plan, session.config, session.finished)
+    assert read_results(session.plan, session.config)[1] == session.finished
+    other = plan_of(tmp_path, training=[*TRAINING, "--lr", "1e-5"])
     with pytest.raises(UserError, match=r"has runs with lr\(0.0003\), this command has lr\(1e-05\)"):
         read_results(other, parity.check_levels(other))
     path = tmp_path / RESULTS_FILE
     report = json.loads(path.read_text())
     del report["settings"]["lr"]  # as if the flag came later
     path.write_text(json.dumps(report))
-    assert read_results(other, parity.check_levels(other)) == session.finished
+    assert read_results(other, parity.check_levels(other))[1] == session.finished
     (tmp_path / RESULTS_FILE).write_text('{"runs": [{"level": 1}]}')
     with pytest.raises(UserError, match="is no result of this command"):
-        read_results(session.args, session.config)
+        read_results(session.plan, session.config)
 
 
 def test_settings_of_calls_that_trained_nothing_do_not_bind(tmp_path: Path) -> None:
     """After a first call with a wrong flag, the corrected one needs no other folder."""
     session = _session(tmp_path)
-    write_results(session.args, session.config, {})
-    other = arguments(tmp_path, training=[*TRAINING, "--lr", "1e-5"])
-    assert read_results(other, parity.check_levels(other)) == {}
+    write_results(session.plan, session.config, {})
+    other = plan_of(tmp_path, training=[*TRAINING, "--lr", "1e-5"])
+    assert read_results(other, parity.check_levels(other))[1] == {}
     saved = tmp_path / "runs" / "bf16_seed_1" / "checkpoints"
     saved.mkdir(parents=True)
     (saved / "latest_checkpointed_iteration.txt").write_text("5")  # an unfinished run
@@ -156,33 +178,34 @@ def test_settings_of_calls_that_trained_nothing_do_not_bind(tmp_path: Path) -> N
 
 def test_a_level_of_ones_own(tmp_path: Path) -> None:
     words = ["--levels", "bf16", "head", "--own-levels", "head=--precision fp8 --fp8-lm-head --lr 1e-4"]
-    args = arguments(tmp_path, *words)
-    parity.check_levels(args)
-    config = parse_config(run_flags(args, ("head", 1), tmp_path / "head"))
+    plan = plan_of(tmp_path, *words)
+    parity.check_levels(plan)
+    config = parse_config(plan.run_flags(("head", 1), tmp_path / "head"))
     assert config.precision.fp8_lm_head and config.optimizer.lr == 1e-4
-    session = Session(args, parity.check_levels(args), ["0"], math.inf, {("head", 1): _finished("head", 1)})
-    write_results(session.args, session.config, session.finished)
-    other = arguments(tmp_path, *words[:3], "--own-levels", "head=--precision fp8")
-    without = arguments(tmp_path, "--levels", "bf16", "O3")
+    session = Session(plan, parity.check_levels(plan), ["0"], math.inf, {("head", 1): _finished("head", 1)})
+    write_results(session.plan, session.config, session.finished)
+    other = plan_of(tmp_path, *words[:3], "--own-levels", "head=--precision fp8")
+    without = plan_of(tmp_path, "--levels", "bf16", "O3")
     for _ in range(2):  # a call with other levels in between forgets nothing
         with pytest.raises(UserError, match="has runs of level head with '--precision fp8 --fp8-lm-head --lr 1e-4', t"):
             read_results(other, parity.check_levels(other))
-        write_results(without, session.config, read_results(without, session.config))
+        found, finished = read_results(without, session.config)
+        write_results(found, session.config, finished)
 
 
 def test_fine_tuning_starts_from_one_checkpoint_and_goes_on_from_its_own(tmp_path: Path) -> None:
-    args = arguments(tmp_path / "out", "--finetune-from", str(tmp_path / "base"))
+    plan = plan_of(tmp_path / "out", "--finetune-from", str(tmp_path / "base"))
     folder = tmp_path / "run"
-    config = parse_config(run_flags(args, ("O3", 1), folder)).checkpoint
+    config = parse_config(plan.run_flags(("O3", 1), folder)).checkpoint
     assert config.finetune and str(config.load) == str(tmp_path / "base")
     (folder / "checkpoints").mkdir(parents=True)  # a run that was killed before it saved
-    assert parse_config(run_flags(args, ("O3", 1), folder)).checkpoint.finetune
+    assert parse_config(plan.run_flags(("O3", 1), folder)).checkpoint.finetune
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
-    config = parse_config(run_flags(args, ("O3", 1), folder)).checkpoint
+    config = parse_config(plan.run_flags(("O3", 1), folder)).checkpoint
     assert not config.finetune and str(config.load) == str(folder / "checkpoints")
-    session = Session(args, parity.check_levels(args), ["0"], math.inf, {("O3", 1): _finished("O3", 1)})
-    write_results(session.args, session.config, session.finished)
-    other = arguments(tmp_path / "out")
+    session = Session(plan, parity.check_levels(plan), ["0"], math.inf, {("O3", 1): _finished("O3", 1)})
+    write_results(session.plan, session.config, session.finished)
+    other = plan_of(tmp_path / "out")
     with pytest.raises(
         UserError, match=r"has runs with finetune_from\(.*base\), this command has finetune_from\(None\)"
     ):
@@ -209,35 +232,36 @@ def test_every_level_continues_one_run(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
-    args = arguments(tmp_path / "out", "--continue-from", str(tmp_path / "base_{seed}"))
-    config = parity.check_levels(args)
+    plan = plan_of(tmp_path / "out", "--continue-from", str(tmp_path / "base_{seed}"))
+    config = parity.check_levels(plan)
     with pytest.raises(UserError, match="base_1: no checkpoint there; give the folder that a run's --save named"):
-        parity.find_starts(args, config, {})
+        parity.find_starts(plan, config, {})
     for number, iteration in ((1, 10), (2, 20), (3, 10)):
         folder = tmp_path / f"base_{number}" / f"iter_{iteration:07d}"
         folder.mkdir(parents=True)
         (folder / "manifest.json").write_text("{}")
         (folder / "config.yaml").write_text(f"training: {{seed: {number}}}\n")
     with pytest.raises(UserError, match="base_2: its checkpoint is of iteration 20, and train_iters is 20; name an"):
-        parity.find_starts(args, config, {})
-    other = arguments(tmp_path / "out", "--continue-from", str(tmp_path / "base_1"), "--seeds", "4")
+        parity.find_starts(plan, config, {})
+    other = plan_of(tmp_path / "out", "--continue-from", str(tmp_path / "base_1"), "--seeds", "4")
     with pytest.raises(UserError, match="base_1: that run has seed 1, and its data would go on in the order of seed 4"):
         parity.find_starts(other, config, {})
-    other = arguments(tmp_path / "out", "--finetune-from", str(tmp_path / "base_4"))
+    other = plan_of(tmp_path / "out", "--finetune-from", str(tmp_path / "base_4"))
     with pytest.raises(UserError, match=r"--finetune-from .*base_4: no checkpoint there; give the folder"):
         parity.find_starts(other, config, {})
-    parity.find_starts(args, config, {(level, 2) for level in args.levels})  # what is finished needs none
+    parity.find_starts(plan, config, {(level, 2) for level in plan.levels})  # what is finished needs none
     folder = tmp_path / "run"
-    started = parse_config(run_flags(args, ("O3", 3), folder)).checkpoint
+    started = parse_config(plan.run_flags(("O3", 3), folder)).checkpoint
     assert str(started.load) == str(tmp_path / "base_3") and not started.finetune
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("15")
-    assert str(parse_config(run_flags(args, ("O3", 3), folder)).checkpoint.load) == str(folder / "checkpoints")
+    assert str(parse_config(plan.run_flags(("O3", 3), folder)).checkpoint.load) == str(folder / "checkpoints")
 
 
-def test_all_runs_continue_the_iteration_that_the_first_found(tmp_path: Path) -> None:
-    """Also in a later call, when the run that is continued has saved more."""
-    words = ["--levels", "bf16", "O3", "--seeds", "1", "--continue-from", str(tmp_path / "base")]
+@pytest.mark.parametrize("flag", ["--continue-from", "--finetune-from"])
+def test_all_runs_start_from_the_iteration_that_the_first_found(flag: str, tmp_path: Path) -> None:
+    """Also in a later call, when the run of the checkpoint has saved more."""
+    words = ["--levels", "bf16", "O3", "--seeds", "1", flag, str(tmp_path / "base")]
 
     def save(iteration: int) -> None:
         folder = tmp_path / "base" / f"iter_{iteration:07d}"
@@ -246,15 +270,15 @@ def test_all_runs_continue_the_iteration_that_the_first_found(tmp_path: Path) ->
         (folder / "config.yaml").write_text("training: {seed: 1}\n")
 
     save(10)
-    args = arguments(tmp_path / "out", *words)
-    config = parity.check_levels(args)
-    parity.find_starts(args, config, {})
+    plan = plan_of(tmp_path / "out", *words)
+    config = parity.check_levels(plan)
+    plan = parity.find_starts(plan, config, {})
     save(15)
-    write_results(args, config, {("bf16", 1): _finished("bf16", 1)})
-    later = arguments(tmp_path / "out", *words)
-    parity.find_starts(later, config, read_results(later, config))
-    for one in (args, later):
-        started = parse_config(run_flags(one, ("O3", 1), tmp_path / "run")).checkpoint
+    write_results(plan, config, {("bf16", 1): _finished("bf16", 1)})
+    later, finished = read_results(plan_of(tmp_path / "out", *words), config)
+    later = parity.find_starts(later, config, finished)
+    for one in (plan, later):
+        started = parse_config(one.run_flags(("O3", 1), tmp_path / "run")).checkpoint
         assert (str(started.load), started.ckpt_step) == (str(tmp_path / "base"), 10)
 
 
@@ -270,10 +294,10 @@ def test_continued_runs_on_a_number_of_samples_end_with_them(tmp_path: Path) -> 
     steps = "--micro-batch-size 2 --global-batch-size 4 --eval-interval 10 --eval-iters 2 --lr 3e-4".split()
     training = ["--mock-data", *MODEL, *steps, "--train-samples"]
     words = ["--levels", "bf16", "O3", "--seeds", "1", "--continue-from", str(tmp_path / "base")]
-    args = arguments(tmp_path, *words, training=[*training, "40"])
-    parity.find_starts(args, parity.check_levels(args), {})
-    assert args.starts == {1: 10} and args.num_steps == {1: 15}
-    short = arguments(tmp_path, *words, training=[*training, "20"])
+    plan = plan_of(tmp_path, *words, training=[*training, "40"])
+    plan = parity.find_starts(plan, parity.check_levels(plan), {})
+    assert plan.steps_before == {1: 10} and plan.num_steps == {1: 15}
+    short = plan_of(tmp_path, *words, training=[*training, "20"])
     with pytest.raises(UserError, match="its checkpoint is of iteration 10, and train_samples is 20; name an earlier"):
         parity.find_starts(short, parity.check_levels(short), {})
 
@@ -296,22 +320,22 @@ def test_runs_of_several_ranks_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -
 def test_layouts_are_checked_with_the_ranks_of_a_run(tmp_path: Path) -> None:
     tensor_parallel = [*TRAINING, "--tensor-model-parallel-size", "2"]
     with pytest.raises(ConfigError, match="tensor_model_parallel_size"):
-        parity.check_levels(arguments(tmp_path, training=tensor_parallel))
-    args = arguments(tmp_path, "--ranks-per-run", "2", training=tensor_parallel)
-    config = parity.check_levels(args)
-    session = Session(args, config, ["0,1"], math.inf, {("bf16", 1): _finished("bf16", 1)})
-    write_results(session.args, session.config, session.finished)
-    other = arguments(tmp_path, "--ranks-per-run", "4", training=tensor_parallel)
+        parity.check_levels(plan_of(tmp_path, training=tensor_parallel))
+    plan = plan_of(tmp_path, "--ranks-per-run", "2", training=tensor_parallel)
+    config = parity.check_levels(plan)
+    session = Session(plan, config, ["0,1"], math.inf, {("bf16", 1): _finished("bf16", 1)})
+    write_results(session.plan, session.config, session.finished)
+    other = plan_of(tmp_path, "--ranks-per-run", "4", training=tensor_parallel)
     with pytest.raises(UserError, match="has runs with --ranks-per-run 2, this command has 4"):
         read_results(other, parity.check_levels(other))
-    other = arguments(tmp_path, "--ranks-per-run", "2", training=[*TRAINING, "--pipeline-model-parallel-size", "1"])
+    other = plan_of(tmp_path, "--ranks-per-run", "2", training=[*TRAINING, "--pipeline-model-parallel-size", "1"])
     with pytest.raises(UserError, match=r"has runs with tensor_model_parallel_size\(2\), this command has"):
         read_results(other, parity.check_levels(other))
 
 
 def test_a_setting_that_is_not_given_is_found_before_the_first_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not given: --lr"):
-        parity.check_levels(arguments(tmp_path, training=TRAINING[:-2]))
+        parity.check_levels(plan_of(tmp_path, training=TRAINING[:-2]))
 
 
 @pytest.mark.slow
@@ -335,7 +359,7 @@ value = lambda flag: words[words.index(flag) + 1]
 folder, save = pathlib.Path(value("--output-dir")), pathlib.Path(value("--save"))
 stops = []
 signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
-first = int((save / "at").read_text()) if save.exists() else 0
+first = int((save / "at").read_text()) if (save / "at").exists() else 0
 save.mkdir(exist_ok=True)
 with (folder / "metrics.jsonl").open("a") as out:
     for i in range(first + 1, 21):
@@ -343,6 +367,7 @@ with (folder / "metrics.jsonl").open("a") as out:
         out.write(json.dumps(dict(kind="train", iteration=i, loss=3.0, step_seconds=0.1, skipped_steps=0,
                                   tokens_per_second_per_gpu=10.0, peak_memory_gib=1.0)) + "\\n")
         (save / "at").write_text(str(i))
+        (save / "latest_checkpointed_iteration.txt").write_text(str(i))
         if stops:
             sys.exit(0)
     loss = 2.0 + 0.1 * int(value("--seed")) + 0.02 * ("O3" in str(folder))
@@ -415,13 +440,13 @@ def test_two_calls_do_not_share_a_folder(tmp_path: Path, fake_runs: None, capsys
 
 
 def test_a_run_that_goes_on_does_not_begin_from_scratch(tmp_path: Path) -> None:
-    args = arguments(tmp_path)
-    started = parse_config(run_flags(args, ("O3", 1), tmp_path / "run")).checkpoint
+    plan = plan_of(tmp_path)
+    started = parse_config(plan.run_flags(("O3", 1), tmp_path / "run")).checkpoint
     assert started.loads_what_it_saves and not started.exit_on_missing_checkpoint
     saved = tmp_path / "run" / "checkpoints"
     saved.mkdir(parents=True)
     (saved / "latest_checkpointed_iteration.txt").write_text("5")
-    going_on = parse_config(run_flags(args, ("O3", 1), tmp_path / "run")).checkpoint
+    going_on = parse_config(plan.run_flags(("O3", 1), tmp_path / "run")).checkpoint
     assert str(going_on.load) == str(saved) and going_on.exit_on_missing_checkpoint
 
 
@@ -429,7 +454,7 @@ def test_the_settings_are_there_before_the_first_run(tmp_path: Path, monkeypatch
     """After a kill, unfinished runs do not go on with other settings."""
 
     def killed(self: Session) -> None:
-        saved = self.folder(("bf16", 1)) / "checkpoints"
+        saved = self.plan.folder(("bf16", 1)) / "checkpoints"
         saved.mkdir(parents=True)
         (saved / "latest_checkpointed_iteration.txt").write_text("5")
         raise KeyboardInterrupt
@@ -437,7 +462,7 @@ def test_the_settings_are_there_before_the_first_run(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Session, "run", killed)
     words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
     assert parity.main([*words, "--", *TRAINING]) == 130
-    other = arguments(tmp_path / "out", training=[*TRAINING, "--lr", "1e-5"])
+    other = plan_of(tmp_path / "out", training=[*TRAINING, "--lr", "1e-5"])
     with pytest.raises(UserError, match=r"has runs with lr\(0.0003\), this command has lr\(1e-05\)"):
         read_results(other, parity.check_levels(other))
 
@@ -448,3 +473,102 @@ def test_a_failed_run_is_told(tmp_path: Path, fake_runs: None, capsys: pytest.Ca
     assert parity.main([*words, "--", *TRAINING]) == 1
     error = capsys.readouterr().err
     assert "bf16, seed 1 ended with status 2: error: no such thing" in error and "O3, seed 1" in error
+
+
+def test_a_run_that_diverged_is_finished(
+    tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are compared, and each call of the command names it."""
+    fake = tmp_path / "fake.py"
+    fake.write_text(
+        FAKE_RUN.replace("loss = 2.0 +", "loss = None if '2' == value('--seed') and 'O3' in str(folder) else 2.0 +")
+    )
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1", "2"]
+    for call in range(2):
+        assert parity.main([*words, "--", *TRAINING]) == 1
+        printed = capsys.readouterr()
+        assert "error: diverged, with a loss at the end that is not finite: O3, seed 2\n" in printed.err
+        assert ("O3, seed 2: starts" in printed.out) == (call == 0)
+        assert "the same command goes on" not in printed.out
+    report = json.loads((tmp_path / "out" / RESULTS_FILE).read_text())
+    assert [run["final_loss"] for run in report["runs"]] == [2.1, 2.2, pytest.approx(2.12), None]
+    assert len(report["runs"][3]["training"]) == 20
+    level = report["comparison"]["levels"][1]
+    assert (level["seeds"], level["diverged"]) == ([1], [2]) and level["gap"] == pytest.approx(0.02 / 2.1)
+    assert not (tmp_path / "out" / "runs" / "O3_seed_2" / "checkpoints").exists()
+
+
+def test_a_run_that_training_ends_for_its_losses_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--max-skipped-steps ends it early; it would end so again."""
+    words = ["--output-dir", str(tmp_path), "--seeds", "1", "--levels", "bf16", "hot"]
+    words += ["--own-levels", "hot=--precision bf16 --lr 1e30"]
+    assert parity.main([*words, "--", *TRAINING, "--max-skipped-steps", "3"]) == 1
+    assert "not finite: hot, seed 1\n" in capsys.readouterr().err
+    good, hot = json.loads((tmp_path / RESULTS_FILE).read_text())["runs"]
+    assert good["final_loss"] is not None and hot["final_loss"] is None
+    assert hot["training"] and hot["training"][-1][0] < 10
+    assert parity.main([*words, "--", *TRAINING, "--max-skipped-steps", "3"]) == 1
+    printed = capsys.readouterr()
+    assert "starts" not in printed.out and "not finite: hot, seed 1\n" in printed.err
+
+
+@pytest.mark.parametrize("tracker", [None, "5"])
+def test_a_run_that_fails_at_each_call_is_told_each_time(
+    tracker: str | None, tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has a folder for checkpoints by then, with a checkpoint or without."""
+    (tmp_path / "fake.py").write_text("import sys; print('error: no such thing'); sys.exit(2)")
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 1
+    for level in ("bf16", "O3"):
+        saved = tmp_path / "out" / "runs" / f"{level}_seed_1" / "checkpoints"
+        saved.mkdir()
+        if tracker is not None:
+            (saved / "latest_checkpointed_iteration.txt").write_text(tracker)
+    capsys.readouterr()
+    assert parity.main([*words, "--", *TRAINING]) == 1
+    printed = capsys.readouterr()
+    assert "bf16, seed 1 ended with status 2: error: no such thing" in printed.err
+    assert ("bf16, seed 1: starts" in printed.out) == (tracker is None)
+
+
+def test_losses_of_an_earlier_comparison_are_no_result(
+    tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its parity.json is removed, and the new runs fail before their first step."""
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 0
+    (tmp_path / "out" / RESULTS_FILE).unlink()
+    (tmp_path / "fake.py").write_text("import sys; print('error: no such thing'); sys.exit(2)")
+    assert parity.main([*words, "--", *TRAINING, "--lr", "1e-5"]) == 1
+    assert json.loads((tmp_path / "out" / RESULTS_FILE).read_text())["runs"] == []
+    older = tmp_path / "out" / "runs" / "O3_seed_1" / "metrics.1.jsonl"
+    assert len(read_records(older)) == 21  # nothing is lost
+
+
+def test_unfinished_runs_without_their_settings_do_not_go_on(tmp_path: Path) -> None:
+    saved = tmp_path / "runs" / "bf16_seed_1" / "checkpoints"
+    saved.mkdir(parents=True)
+    (saved / "latest_checkpointed_iteration.txt").write_text("5")
+    plan = plan_of(tmp_path)
+    with pytest.raises(UserError, match=r"is of an unfinished run, and .*parity.json with its settings is gone"):
+        read_results(plan, parity.check_levels(plan))
+
+
+def test_a_result_that_cannot_be_written_is_not_lost(
+    tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's checkpoint stays, so that the next call reads the result without training."""
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+
+    def full(*_: object) -> None:
+        raise UserError("--output-dir: no space left on device")
+
+    with monkeypatch.context() as first_call:
+        first_call.setattr(parity_runs, "write_results", full)
+        assert parity.main([*words, "--", *TRAINING]) == 2
+    runs = tmp_path / "out" / "runs"
+    ended = [f for f in runs.iterdir() if any(r["kind"] == "eval" for r in read_records(f / METRICS_FILE))]
+    assert ended and all((folder / "checkpoints" / "at").read_text() == "20" for folder in ended)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -123,10 +123,73 @@ def test_the_steps_of_a_continued_run_are_its_own(tmp_path: Path) -> None:
     assert run.tail_loss == pytest.approx(4 + 4.5 / 500)
 
 
-def test_a_run_that_diverged_is_an_error(tmp_path: Path) -> None:
+def test_a_run_that_diverged_has_no_loss_at_its_end(tmp_path: Path) -> None:
     _write_metrics(tmp_path, 20, None)
-    with pytest.raises(ValueError, match="end of training is not finite"):
-        read_run(tmp_path, "O3", 1, num_steps=20, wall_seconds=None)
+    run = read_run(tmp_path, "O3", 1, num_steps=20, wall_seconds=60.0)
+    assert run is not None and run.diverged and run.final_loss is None and run.validation == []
+    assert run.tail_loss == pytest.approx(4 + 0.5 / 20) and len(run.training) == 20
+    assert RunResult.from_json(json.loads(json.dumps(run.to_json()))) == run
+
+
+def test_a_loss_in_the_last_tenth_that_is_not_finite(tmp_path: Path) -> None:
+    _write_metrics(tmp_path, 20, 4.5)
+    path = tmp_path / METRICS_FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[17]["loss"] = None  # before the last tenth
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path, "O3", 1, num_steps=20, wall_seconds=None)
+    assert run is not None and not run.diverged
+    lines[18]["loss"] = None
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path, "O3", 1, num_steps=20, wall_seconds=None)
+    assert run is not None and run.diverged and run.final_loss == 4.5 and run.tail_loss is None
+
+
+def test_a_run_that_training_ended_has_diverged(tmp_path: Path) -> None:
+    _write_metrics(tmp_path, 10, 4.5)
+    assert read_run(tmp_path, "O3", 1, num_steps=20, wall_seconds=60.0) is None
+    run = read_run(tmp_path, "O3", 1, num_steps=20, wall_seconds=60.0, ended_early=True)
+    assert run is not None and run.diverged and run.validation == [(10, 4.5)]
+    assert run.wall_seconds is None  # a whole run takes longer
+
+
+def _diverged(level: str, seed: int) -> RunResult:
+    """One that is finite up to step 20."""
+    curve = [(10, 4.0), (20, 3.0)]
+    return replace(result(level, seed, 2.0), final_loss=None, tail_loss=None, validation=curve, training=curve)
+
+
+def test_a_pair_with_a_run_that_diverged_has_no_gap(tmp_path: Path) -> None:
+    runs = [result("bf16", seed, 2.0) for seed in (1, 2)] + [_diverged("bf16", 3)]
+    runs += [result("O3", 1, 2.02), _diverged("O3", 2), result("O3", 3, 9.0), *(_diverged("O1", s) for s in (1, 2, 3))]
+    parity = compare_runs(runs, "bf16")
+    assert parity is not None and parity.common_loss == 2.02
+    base, o3, o1 = parity.levels
+    assert (base.seeds, base.diverged) == ([1, 2], [3])
+    assert (o3.seeds, o3.diverged, o3.final_loss) == ([1], [2], 2.02) and o3.gap == pytest.approx(0.01)
+    assert (o1.seeds, o1.diverged, o1.gap, o1.tail_gap, o1.final_loss) == ([], [1, 2, 3], None, None, None)
+    assert o1.speed_up is None and o3.speed_up is not None
+    text = markdown_table(parity)
+    assert "| O3 | 1 (diverged: 2) | 2.0200 | +1.000% |" in text
+    assert "| O1 | 0 (diverged: 1, 2, 3) |  |  |" in text and "A run diverged if a loss at its end" in text
+    draw_parity(runs, parity, tmp_path / "parity.png", title="levels")
+    assert (tmp_path / "parity.png").stat().st_size > 10_000
+
+
+def test_a_reference_that_diverged() -> None:
+    parity = compare_runs([_diverged("bf16", 1), result("O3", 1, 2.0)], "bf16")
+    assert parity is not None and parity.common_loss is None
+    assert [(one.seeds, one.diverged, one.gap) for one in parity.levels] == [([], [1], None), ([], [], None)]
+    assert "Speed at the same loss" not in markdown_table(parity)
+
+
+def test_levels_without_a_seed_in_common() -> None:
+    runs = [result("bf16", 1, 2.0), result("bf16", 2, 2.0), result("O3", 1, 2.2), result("O1", 2, 2.4)]
+    parity = compare_runs(runs, "bf16")
+    assert parity is not None and parity.common_loss is None
+    assert [one.gap for one in parity.levels] == pytest.approx([0, 0.1, 0.2])
+    assert [one.speed_up for one in parity.levels] == [None] * 3
+    json.dumps(asdict(parity), allow_nan=False)
 
 
 def test_the_report(tmp_path: Path) -> None:
