@@ -12,6 +12,7 @@ from torch import Tensor
 from ..device.group import Group
 from ..formats import LEVELS, StorageDtype
 from ..nn.conv1d import FP8Conv1D
+from ..nn.module import NO_TENSOR_PARALLELISM
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
 from .data_parallel import NoHook, Replication
@@ -70,9 +71,27 @@ def build_optimizer(
         allow_ddp(model, [space.grads for space in built._spaces], replication)
     else:
         model._ddp_params_and_buffers_to_ignore = RefusesDDP()  # type: ignore[assignment]
+    if replication is not None:
+        model.register_forward_pre_hook(_TakesUnfrozen(built))
     if replication is not None and LEVELS[opt_level].master_weight is not None:
         model.register_state_dict_pre_hook(MeetsForState(replication, lambda: built.is_consolidated))
     return built
+
+
+class _TakesUnfrozen:
+    """Forward pre-hook: replicas share gradients of parameters that were unfrozen since the last forward."""
+
+    def __init__(self, optimizer: FP8Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, *unused: Any) -> None:
+        optimizer = None if torch.compiler.is_compiling() else self._optimizer()
+        if optimizer is not None and torch.is_grad_enabled():
+            optimizer.take_unfrozen()
+
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
+        """A copied or pickled model has no optimizer: this becomes a hook that does nothing."""
+        return NoHook, ()
 
 
 class _KeepsParams:
@@ -116,9 +135,13 @@ def _watch_shards(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mappin
 
     def look(_: torch.optim.Optimizer) -> bool:
         now = reference()
-        for name, param in () if now is None else now.named_parameters():
+        if now is None:
+            return True
+        for name, param in now.named_parameters():
             if name in held and param.requires_grad and is_sharded(param):
-                raise OptimizerError(f"{name}: {SHARDED_SINCE}")
+                is_fsdp = any(base.__name__ == "FSDPModule" for part in now.modules() for base in type(part).__mro__)
+                since = SHARDED_SINCE if is_fsdp else f"it is a DTensor since initialize. {NO_TENSOR_PARALLELISM}"
+                raise OptimizerError(f"{name}: {since}")
             if name.rpartition(".")[2] == "_flat_param":
                 raise OptimizerError(
                     "torch's FullyShardedDataParallel has flattened the model since initialize, so the optimizer has "

@@ -83,6 +83,19 @@ class FSDPOptimizer(FP8Optimizer):
         for space in spaces:
             self._spaces.append(self._build(space, param_group))
 
+    def take_unfrozen(self) -> None:
+        """A shard is not given state later.
+
+        Raises:
+            OptimizerError: a parameter that was frozen when it was added has a gradient.
+        """
+        for param in self._frozen:
+            if param.grad is not None:
+                raise OptimizerError(
+                    f"{self._names[param]} was frozen when the optimizer was built and has a gradient now: set "
+                    f"requires_grad before initialize, or do not unfreeze it"
+                )
+
     def no_sync(self) -> AbstractContextManager[None]:
         """FSDP2 adds and exchanges gradients itself.
 

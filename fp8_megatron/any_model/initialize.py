@@ -11,11 +11,12 @@ import torch
 from ..device.group import Group
 from ..errors import UserError
 from ..formats import LEVELS
+from ..nn.module import NO_TENSOR_PARALLELISM
 from ..quantization.recipe import Recipe, RecipeName
 from .build import build_optimizer
 from .linears import LinearFilter, is_fp8, replace_linears
 from .old_weights import warn_of_old_weights
-from .optimizer import FP8Optimizer
+from .optimizer import FP8Optimizer, is_sharded
 from .recompute import warn_of_vain_search
 from .torch_optimizers import check_optimizer, check_params
 
@@ -74,6 +75,9 @@ def initialize(
         }
         unread = [name for name, is_given in given.items() if is_given]
         return model, _initialize_sharded(model, optimizer, opt_level, unread)
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise UserError(f"{name} is a DTensor: {NO_TENSOR_PARALLELISM}")
     is_set = recipe != "tensorwise" or filter is not None or recompute_activations
     if is_set and any(is_fp8(module) for module in model.modules()):
         raise UserError(

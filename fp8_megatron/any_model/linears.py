@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..formats import StorageDtype
 from ..nn.conv1d import FP8Conv1D
 from ..nn.derived import fp8_class, multiplies_as_linear
-from ..nn.module import FP8Linear
+from ..nn.module import NO_TENSOR_PARALLELISM, FP8Linear
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe, RecipeName
 from ..quantization.weight_shards import stored_part
@@ -22,6 +22,7 @@ from . import attention, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
 from .heads import language_heads
 from .notes import has_hooks, keep_notes
+from .optimizer import is_sharded
 from .recompute import recompute_inputs
 from .report import STAYS, report
 from .te_layers import FP8LayerNormMLP
@@ -69,7 +70,8 @@ def replace_linears(
 
     Raises:
         ValueError: a weight is float64 or complex; an unknown recipe, or another model's delayed one.
-        UserError: a module of Transformer Engine cannot be used, with its name; torch's default dtype is not FP32.
+        UserError: a weight is a ``DTensor``, of ``fully_shard`` or of tensor parallelism; a module of Transformer
+            Engine cannot be used, with its name; torch's default dtype is not FP32.
     """
     if torch.get_default_dtype() is not torch.float32:
         raise UserError(
@@ -234,6 +236,11 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
         return "its forward is patched"
     if filter is not None and not filter(name, module):
         return "the filter refuses it"
+    if is_sharded(weight):
+        raise UserError(
+            f"{name}.weight is a DTensor already: call replace_linears before fully_shard (docs/fsdp2.md). "
+            f"{NO_TENSOR_PARALLELISM}"
+        )
     if _is_conv1d(module) and has_hooks(weight):
         return "a hook waits for its weight's gradient, which FP8 has transposed"
     _check_dtype(name, weight)

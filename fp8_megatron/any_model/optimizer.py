@@ -18,6 +18,7 @@ How it fits together:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
@@ -42,6 +43,8 @@ from .space import ModelSpace, publish, value_of
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
 from .whole_state import WholeState
+
+logger = logging.getLogger(__name__)
 
 #: What `OptimizerError` says where ``fully_shard`` came too late.
 SHARDED_SINCE = (
@@ -120,7 +123,11 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._join(param_group)
         params = [param for param in param_group["params"] if param.numel()]
         self._frozen += [param for param in params if not param.requires_grad]
-        named = [(self._names[param], param) for param in params if param.requires_grad]
+        self._add_spaces([param for param in params if param.requires_grad], param_group)
+
+    def _add_spaces(self, params: Iterable[torch.nn.Parameter], param_group: dict[str, Any]) -> None:
+        """Give parameters of a group gradients and state."""
+        named = [(self._names[param], param) for param in params]
         sharing, exchange = None, Exchange()
         if self._replication is not None:
             sharing, exchange = self._replication.sharing, self._replication.exchange
@@ -134,6 +141,21 @@ class FP8Optimizer(torch.optim.Optimizer):
             self._spaces.append(self._build(space, param_group))
             if self._replication is not None:  # every reader of ``p.grad`` sees the mean
                 self._spaces[-1].grads.take_others()
+
+    @torch.no_grad()
+    def take_unfrozen(self) -> None:
+        """Give parameters state that were frozen when they were added and are trained now; called by every replica.
+
+        `step` and the state dicts do so. Over several replicas each forward does, so that the first gradient is the
+        mean for whoever reads it.
+        """
+        if not any(param.requires_grad for param in self._frozen):
+            return
+        unfrozen = {param for param in self._frozen if param.requires_grad}
+        self._whole.drop_consolidated()
+        self._frozen = [param for param in self._frozen if param not in unfrozen]
+        for group in self.param_groups:
+            self._add_spaces([param for param in group["params"] if param in unfrozen], group)
 
     def holds(self, param: torch.nn.Parameter) -> bool:
         """Whether `param` is in a param group."""
@@ -285,6 +307,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         """Meet the other replicas, and bring the masters up to date."""
         if self._replication is not None:
             self._replication.meet("optimizer.state_dict()")
+        self.take_unfrozen()
         self._start_anew()
         self.take_written_values()
 
@@ -317,11 +340,29 @@ class FP8Optimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         check_options(state_dict["param_groups"])
         self._whole.drop_consolidated()
+        self.take_unfrozen()
+        self._warn_of_frozen(state_dict)
         self._start_anew()
         self.take_written_values()  # a shard's master would overwrite them
         self._whole.load(state_dict, self.param_groups, self._see)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _warn_of_frozen(self, state_dict: Mapping[str, Any]) -> None:
+        """Say which frozen parameters have moments in a state that is loaded: they are left out."""
+        own = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        frozen = {param for param in self._frozen if not param.requires_grad}
+        states = state_dict["state"]
+        left = [
+            self._names[param] for param, key in zip(own, numbers, strict=False) if param in frozen and key in states
+        ]
+        if left:
+            logger.warning(
+                "the loaded state has moments of parameters that are frozen (%s), and they are left out: to go on "
+                "training these, call requires_grad_() before load_state_dict",
+                ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else ""),
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's result.
@@ -343,9 +384,9 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._check_not_recorded()
         check_options(self.param_groups)
         self._check_groups()
-        self._check_frozen()
         self._check_ranks()
         self._whole.drop_consolidated()
+        self.take_unfrozen()
         self._start_anew()
         self.take_written_values()
         used = [space.grads.settle() for space in self._spaces]
@@ -452,14 +493,6 @@ class FP8Optimizer(torch.optim.Optimizer):
         for space in self._spaces:
             if space.state.gather is not None:
                 space.state.gather.wait()
-
-    def _check_frozen(self) -> None:
-        for param in self._frozen:
-            if param.grad is not None:
-                raise OptimizerError(
-                    f"{self._names[param]} was frozen when the optimizer was built and has a gradient now: "
-                    f"set requires_grad before initialize, or do not unfreeze it"
-                )
 
     def take_written_values(self) -> None:
         """Give the masters of plain parameters the values that were written to the parameters since the last step.

@@ -25,6 +25,11 @@ from .recomputed import Recomputations
 from .row_scaled import row_scaled_linear
 from .siblings import InputSharing
 
+#: What to do instead of torch's tensor parallelism.
+NO_TENSOR_PARALLELISM = (
+    "FP8 layers take no tensor parallelism of torch: leave parallelize_module (distribute_tensor) out, and share the "
+    "model over ranks with initialize alone, or with fully_shard (docs/fsdp2.md)"
+)
 #: Tensorwise current scaling.
 DEFAULT_RECIPE = Recipe("tensorwise", power_of_two=False)
 
@@ -323,6 +328,18 @@ class FP8Linear(torch.nn.Linear):
         super().__setstate__(state)
         self.token, self.sharing = new_token(self), InputSharing()  # a copy is a layer of its own
         self._offer_products()
+
+    @property
+    def _distribute_module_applied(self) -> bool:
+        """What torch's ``distribute_module``, and so ``parallelize_module``, asks before it cuts the weight.
+
+        Raises:
+            UserError: always, while the weight is in FP8.
+        """
+        weight = self._parameters.get("weight")
+        if weight is None or stored_part(weight) is None:
+            raise AttributeError("_distribute_module_applied")
+        raise UserError(f"{self.name}: {NO_TENSOR_PARALLELISM}")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

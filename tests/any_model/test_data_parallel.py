@@ -621,6 +621,38 @@ def _adds_a_group(group: Group) -> dict[str, Tensor]:
     return values(model)
 
 
+def _unfreezes(group: Group) -> tuple[float, dict[str, Tensor]]:
+    """Layers are unfrozen between two steps; each rank has its part of the batch. Returns the norm of the first
+    gradients since then, and the weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    model[:2].requires_grad_(False)
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=5e-3), "O1")
+    norms = []
+    for step in range(4):
+        if step == 2:
+            model.requires_grad_(True)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        x = x.chunk(group.size())[group.rank()]
+        (model(x) - 1).square().mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms[2], values(model)
+
+
+def test_layers_are_unfrozen_between_steps(ranks: RankPool) -> None:
+    """Clipping sees the mean of their first gradients, so all ranks clip alike and weights stay equal."""
+    ((norm, single),) = ranks.run(on_default_group, _unfreezes, num_ranks=1)
+    (first, weights), (second, others) = ranks.run(on_default_group, _unfreezes, num_ranks=2)
+    assert first == second and abs(first - norm) < 0.1 * norm
+    for name, value in weights.items():
+        assert torch.equal(value, others[name])
+        assert snr_db(value, single[name]) > 25
+    torch.manual_seed(0)
+    assert not torch.allclose(weights["0.weight"], torch.nn.Linear(64, 64).weight, rtol=0, atol=5e-3)
+
+
 def test_a_group_is_added_after_a_step(ranks: RankPool) -> None:
     (single,) = ranks.run(on_default_group, _adds_a_group, num_ranks=1)
     for outcome in ranks.run(on_default_group, _adds_a_group, num_ranks=2):

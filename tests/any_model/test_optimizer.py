@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -334,10 +334,63 @@ def test_frozen_parameters_have_no_state() -> None:
     loss_of(module).backward()
     optimizer.step()
     assert torch.equal(module.first.weight.dequantize(), before)
-    module.first.weight.requires_grad_(True)
-    loss_of(module).backward()
-    with pytest.raises(OptimizerError, match=r"first\.weight was frozen"):
-        optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_are_unfrozen_between_steps(level: str) -> None:
+    """They train as in a group that is added behind their first backward, bit for bit, and a resumed run goes on."""
+
+    def start(gives: bool) -> tuple[torch.nn.Sequential, FP8Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 32))
+        model[:2].requires_grad_(False)
+        groups = [{"params": list(model[2].parameters())}]
+        groups += [{"params": list(model[:2].parameters()), "lr": 0.03}] if gives else []
+        return initialize(model, torch.optim.AdamW(groups, lr=0.1), opt_level=level)
+
+    def train(model: torch.nn.Module, optimizer: FP8Optimizer, adds: Sequence[dict[str, object]] = ()) -> None:
+        for seed in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+            (model(x) - x).square().mean().backward()
+            for group in adds if seed == 0 else ():
+                optimizer.add_param_group(group)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (model, optimizer), (other, others) = start(gives=True), start(gives=False)
+    train(model, optimizer)
+    train(other, others)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for each in (model, other):
+        each.requires_grad_(True)
+    train(model, optimizer)
+    train(other, others, [{"params": list(other[:2].parameters()), "lr": 0.03}])
+    for name, value in model.state_dict().items():
+        assert not torch.equal(value, before[name])
+        assert torch.equal(value, other.state_dict()[name])
+
+    resumed, again = start(gives=True)
+    resumed.requires_grad_(True)
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    train(model, optimizer)
+    train(resumed, again)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name])
+
+
+def test_moments_of_frozen_parameters_that_are_left_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    module = Plain()
+    saved = build_optimizer(module, torch.optim.AdamW(module.parameters()), {}, "O1").state_dict()
+    other = Plain()
+    other.matrix.requires_grad_(False)
+    optimizer = build_optimizer(other, torch.optim.AdamW(other.parameters()), {}, "O1")
+    optimizer.load_state_dict(saved)
+    assert "moments of parameters that are frozen (matrix)" in caplog.text
+    caplog.clear()
+    other.matrix.requires_grad_(True)
+    optimizer.load_state_dict(saved)
+    assert not caplog.text
 
 
 def test_a_group_can_be_added() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fp8_megatron.errors import UserError
 from fp8_megatron.formats import E4M3, E5M2, STATE_BLOCK
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.nn.gemms import LinearParams
@@ -146,6 +147,33 @@ def test_a_second_derivative_is_an_error() -> None:
     (grad,) = torch.autograd.grad(p.linear(current()), p.x, p.cotangent.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match=r"no second derivative.*filter"):
         grad.sum().backward()
+
+
+def test_a_second_derivative_of_an_input_alone_is_an_error() -> None:
+    """Not the zero that torch.autograd.functional has for what the graph does not reach."""
+    p = make_problem()
+
+    def loss(x: Tensor) -> Tensor:
+        return fp8_linear(x, LinearParams(p.weight, None, current())).square().sum()
+
+    for derivative in (torch.autograd.functional.hvp, torch.autograd.functional.vhp):
+        with pytest.raises(RuntimeError, match=r"no second derivative.*filter"):
+            derivative(loss, p.x.detach(), torch.ones_like(p.x))
+
+
+def test_a_penalty_on_the_gradient_of_a_sum_is_an_error() -> None:
+    """The output's gradient is a constant; the input's is not, because it is the weight's."""
+    p = make_problem()
+    (grad,) = torch.autograd.grad(p.linear(current()).sum(), p.x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative.*filter"):
+        grad.square().sum().backward()
+
+
+def test_a_batch_of_gradients_is_an_error_with_the_fix() -> None:
+    p = make_problem()
+    y = p.linear(current())
+    with pytest.raises(UserError, match=r"is_grads_batched=True.*leave it out"):
+        torch.autograd.grad(y, p.x, torch.ones(2, *y.shape, dtype=y.dtype), is_grads_batched=True)
 
 
 def test_each_gemm_is_its_rounded_operands_product() -> None:
