@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ..config.checks import ConfigError
-from ..config.io import parse_command_line
+from ..config.io import CommandLine, parse_command_line
 from ..config.schema import Config
 
 _FP8 = ("--precision", "fp8")
@@ -51,10 +51,15 @@ def training_config(flags: Sequence[str]) -> Config:
         ConfigError: --skip-train or --dry-run is one of them.
     """
     line = parse_command_line(flags)
+    check_trains(line, "the runs of a comparison train")
+    return line.config
+
+
+def check_trains(line: CommandLine, why: str) -> None:
+    """Raise `ConfigError`, which says `why`, if the run of a command line would not train."""
     for name, given in (("skip_train", line.config.training.skip_train), ("dry_run", line.dry_run)):
         if given:
-            raise ConfigError(f"{name}: the runs of a comparison train; leave it out")
-    return line.config
+            raise ConfigError(f"{name}: {why}; leave it out")
 
 
 def levels_of(*names: str) -> dict[str, list[str]]:

@@ -27,7 +27,7 @@ from ..config.io import own_and_run_flags
 from ..config.schema import Config
 from ..config.words import flag_name
 from .arguments import Parser, output_file, real, whole
-from .levels import levels_of
+from .levels import check_trains, levels_of
 from .program import exit_status
 from .run_settings import run_command_line
 
@@ -186,7 +186,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _configuration(flags: list[str], prog: str) -> Config:
     """The configuration of a run. Without data it has random tokens, which need as much memory and time."""
-    config = run_command_line(flags, prog).config
+    line = run_command_line(flags, prog)
+    check_trains(line, "layouts are planned for training")
+    config = line.config
     if config.data.data_path or config.data.train_data_path:
         return config
     return replace(config, data=replace(config.data, mock_data=True))

@@ -111,6 +111,11 @@ def test_the_largest_models_by_level(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--gpus 8 --gpu a100 --", "invalid choice: 'a100'"),
         ("--gpus 1 --build --gpu h200 -- --config {}/gpt_7b.yaml", "--gpu: has no effect with --build"),
         ("--gpus 8 -- --num-layrs 3", "--num-layrs"),
+        (
+            "--gpus 8 -- --config {}/gpt_7b.yaml --skip-train --load x",
+            "skip_train: layouts are planned for training; leave it out",
+        ),
+        ("--gpus 8 -- --config {}/gpt_7b.yaml --dry-run", "dry_run: layouts are planned for training; leave it out"),
         ("--gpus 8 --largest 8", "not allowed with argument --gpus"),
         ("--gpus 8 --output a.png -- --config {}/gpt_7b.yaml", "--output is for --largest; drop it"),
         (
