@@ -106,8 +106,8 @@ class Resumable:
 
     @property
     def has_moments(self) -> bool:
-        """False for --skip-train: the model is evaluated, and needs no moments."""
-        return not self.config.training.skip_train
+        """False for a model that is evaluated (--skip-train)."""
+        return all(state.has_moments for state in self.optimizer.states)
 
     def placement(self, slot: Slot) -> Placement:
         """Where a parameter lies in the model."""

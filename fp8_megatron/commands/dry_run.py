@@ -63,7 +63,7 @@ def dry_run_report(config: Config, world_size: int) -> str:
         f"ranks: {world_size} = tensor {tp} × {context}pipeline {pp} × data {config.data_parallel_size(world_size)}",
         *([f"stages: {layout.text} (E embedding, t layer, L loss)"] if pp > 1 else []),
         *([f"FP8: {config.fp8_summary}"] if config.precision.is_fp8 else []),
-        *(_evaluation(config) if config.training.skip_train else _steps(config, world_size)),
+        *(_evaluation(config) if config.training.skip_train else _steps(config, padded, world_size)),
         "not checked here: files, folders, installed packages, the GPUs",
     ]
     return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])
@@ -75,14 +75,13 @@ def _evaluation(config: Config) -> list[str]:
     return [f"evaluation: micro-batches of {num_sequences} per rank, nothing is trained; activations are not predicted"]
 
 
-def _steps(config: Config, world_size: int) -> list[str]:
+def _steps(config: Config, padded_vocab_size: int, world_size: int) -> list[str]:
     """What a step trains on, what it sends, and the peak of its memory."""
-    from ..planning.vocabulary import padded_vocab_size
     from ..planning.wire import predict_stage_bytes, predict_wire_bytes
 
-    padded, pp = padded_vocab_size(config), config.parallel.pipeline_model_parallel_size
+    pp = config.parallel.pipeline_model_parallel_size
     batch, num_micro_batches = config.global_batch_size(world_size), config.num_micro_batches(world_size)
-    wires = [predict_wire_bytes(config, padded, world_size=world_size, stage=stage) for stage in range(pp)]
+    wires = [predict_wire_bytes(config, padded_vocab_size, world_size=world_size, stage=stage) for stage in range(pp)]
     wire = max(wires, key=lambda one: one.total)
     between = [predict_stage_bytes(config, world_size=world_size, stage=stage) for stage in range(pp)]
     return [
