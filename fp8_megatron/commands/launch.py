@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..errors import UserError
+from .child_runs import followed
 from .program import share_import_path
 from .stop_request import TORCHRUN_SIGNALS, passing_on_sigterm
 
@@ -112,7 +113,7 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder
     arguments = [*placement.torchrun_arguments(), "-m", module, *words]
     started = datetime.now(UTC)
     try:
-        with passing_on_sigterm() as stopped:
+        with passing_on_sigterm() as stopped, followed():
             torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

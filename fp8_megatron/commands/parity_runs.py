@@ -19,6 +19,7 @@ from ..config.schema import Config
 from ..reporting.metrics_file import METRICS_FILE, MetricsFile
 from ..reporting.parity import RunKey, RunResult, read_run
 from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
+from .child_runs import followed
 from .parity_plan import RunPlan
 from .parity_results import write_results
 
@@ -117,9 +118,9 @@ class Session:
             # Of an earlier comparison: a run that fails before its first step must not end with those losses.
             MetricsFile(folder / METRICS_FILE, resume_iteration=0).close()
         num_events = len(read_events(folder / EVENTS_FILE))
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
         command = [sys.executable, "-m", *_program(self.plan.ranks_per_run, slot), *self.plan.run_flags(key, folder)]
-        with (folder / "log.txt").open("ab") as log:
+        with (folder / "log.txt").open("ab") as log, followed():
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
             # Its own session: an interrupt of the terminal reaches this program, which ends the runs in order.
             popen = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True

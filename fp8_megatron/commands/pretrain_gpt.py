@@ -13,6 +13,7 @@ from ..config.checks import check_config
 from ..config.folder_checks import check_run_folders
 from ..data.token_files import check_input_files
 from ..device.processes import launch_id
+from .child_runs import follow_parent
 from .dry_run import dry_run
 from .environment import check_launcher, check_no_fp4, launched_ranks, take_mpi_ranks
 from .error_log import logging_errors_in
@@ -26,6 +27,7 @@ _DIVERGED_STATUS = 1
 def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> int:
     """Exit status: 0; 1 after a divergence or where replicas differ; `watch.failures.EXIT_STATUS` if another rank
     ended the run; otherwise as `program.exit_status` says."""
+    follow_parent()
     take_mpi_ranks(os.environ)
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)

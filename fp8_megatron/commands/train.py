@@ -18,6 +18,7 @@ from ..config.io import parse_config
 from ..data.token_files import check_input_files
 from ..errors import UserError
 from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
+from .child_runs import follow_parent
 from .dry_run import dry_run
 from .launch import Placement, check_gpus, hide_gpus, run_ranks, slurm_launch
 from .program import exit_status
@@ -43,6 +44,7 @@ examples:
 
 def main(words: Sequence[str] | None = None, prog: str = "fp8-megatron train") -> int:
     """Exit status: 2 after a user's error, otherwise the job's."""
+    follow_parent()
     return exit_status(partial(_main, list(sys.argv[1:] if words is None else words), prog))
 
 
