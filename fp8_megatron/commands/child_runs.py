@@ -11,13 +11,19 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 #: Names the process that a run ends with.
 _PARENT = "FP8_MEGATRON_PARENT"
 #: Of ``linux/prctl.h``.
 _PR_SET_PDEATHSIG = 1
+
+
+def training_command(flags: Sequence[str], num_ranks: int, *, on_gpus: bool) -> list[str]:
+    """The command that trains on so many GPUs or processes of this machine. Several ranks get a launcher."""
+    program = ["pretrain_gpt"] if num_ranks == 1 else ["train", "--gpus" if on_gpus else "--cpu-ranks", str(num_ranks)]
+    return [sys.executable, "-m", f"{__package__}.{program[0]}", *program[1:], *flags]
 
 
 @contextmanager

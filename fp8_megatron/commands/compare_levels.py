@@ -30,11 +30,12 @@ from ..config.io import own_and_run_flags
 from ..outputs import write_output, writing_to
 from ..reporting.metrics_file import METRICS_FILE, read_records
 from .arguments import Parser, output_folder, whole
+from .child_runs import followed, training_command
+from .launch import gpus_for_ranks
 from .levels import levels_of, training_config
 from .program import exit_status, share_import_path
 
 LEVELS = levels_of("bf16", "te-tensorwise", "te-delayed", "O1", "O2", "O3", "O3-delayed", "O3-blockwise")
-RANK_PROGRAM = "fp8_megatron.commands.pretrain_gpt"
 #: Steps left out of the throughput: compilation, library start-up, the allocator's first blocks.
 WARM_UP_STEPS = 10
 #: Ranks that a node can hold.
@@ -49,6 +50,7 @@ def main(words: Sequence[str] | None = None, prog: str = "compare_levels.py") ->
 def run(args: argparse.Namespace) -> int:
     """Run the levels, then print the table; returns the exit status. A level that fails is left out."""
     check_levels(args)
+    on_gpus = gpus_for_ranks(args.nproc_per_node, "--nproc-per-node") > 0
     share_import_path()
     with writing_to(args.output_dir, "--output-dir"):
         args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -58,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
     status = 0
     for level in [*args.levels, *args.speed_levels]:
         folder = args.output_dir / level
-        command = _command(args, level, folder)
+        command = training_command(_flags(args, level, folder), args.nproc_per_node, on_gpus=on_gpus)
         print(f"== {level}: {shlex.join(command)}", flush=True)
-        ended = subprocess.run(command, check=False).returncode
+        with followed():
+            ended = subprocess.run(command, check=False).returncode
         if ended != 0:
             print(f"error: {level} ended with status {ended}", file=sys.stderr)
             status = 1
@@ -117,18 +120,6 @@ def check_levels(args: argparse.Namespace) -> None:
             check_config(config, args.nproc_per_node)
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
-
-
-def _command(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(args.nproc_per_node),
-    ]
-    return [*launcher, "-m", RANK_PROGRAM, *_flags(args, level, folder)]
 
 
 def _flags(args: argparse.Namespace, level: str, folder: Path) -> list[str]:

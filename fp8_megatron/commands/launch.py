@@ -16,6 +16,9 @@ from .child_runs import followed
 from .program import share_import_path
 from .stop_request import TORCHRUN_SIGNALS, passing_on_sigterm
 
+#: Ranks on a CPU share cores only in tests. More than this many for each start for minutes and then exhaust memory.
+_RANKS_PER_CORE = 16
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -68,6 +71,29 @@ def slurm_launch() -> str | None:
     """The name of this start of a Slurm job; another start after a requeue has another. None outside of Slurm."""
     job = os.environ.get("SLURM_JOB_ID")
     return None if job is None else f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def check_cpu_ranks(num_ranks: int, flag: str) -> None:
+    """Raise `UserError`, which names `flag`, for more ranks than the cores of this node can run."""
+    most = _RANKS_PER_CORE * (os.cpu_count() or 1)
+    if num_ranks > most:
+        raise UserError(f"{flag} {num_ranks} is more than this node's cores can run; give at most {most}")
+
+
+def gpus_for_ranks(num_ranks: int, flag: str) -> int:
+    """The number of GPUs of this node; 0: its cores run the ranks. Does not start CUDA.
+
+    Raises:
+        UserError: it names `flag`. There are fewer GPUs than ranks, or too few cores.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        check_cpu_ranks(num_ranks, flag)
+    elif num_ranks > count:
+        raise UserError(f"{flag} {num_ranks}, but this machine has {count} GPUs; give at most {count}")
+    return count
 
 
 def check_gpus(placement: Placement) -> None:

@@ -49,6 +49,7 @@ from ..errors import UserError
 from ..outputs import writing_to
 from ..reporting.parity import RunKey
 from .arguments import Parser, output_folder, real, seed, whole
+from .launch import gpus_for_ranks
 from .levels import levels_of, training_config
 from .parity_plan import SEED, RunPlan
 from .parity_results import read_results, show_table, write_results
@@ -358,19 +359,15 @@ def _slots(num_gpus: int | None, ranks_per_run: int) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each run side by side; one empty one for the CPU.
 
     Raises:
-        UserError: more GPUs are asked for than there are, or they do not divide into runs.
+        UserError: more GPUs are asked for than there are, or they do not divide into runs; or the cores cannot run one.
     """
-    import torch
-
-    count = torch.cuda.device_count()
+    count = gpus_for_ranks(ranks_per_run, "--ranks-per-run")
     if num_gpus is not None and num_gpus > count:
         raise UserError(f"--gpus {num_gpus}, but this machine has {count}; give {count or 'no --gpus'}")
     if count == 0:
         return [""]
     if num_gpus is not None and num_gpus % ranks_per_run != 0:
         raise UserError(f"--gpus {num_gpus} is no multiple of --ranks-per-run {ranks_per_run}; give a multiple")
-    if ranks_per_run > count:
-        raise UserError(f"--ranks-per-run {ranks_per_run}, but this machine has {count} GPUs; give at most {count}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(index) for index in range(count)]
     num_runs = (num_gpus or count) // ranks_per_run

@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..reporting.metrics_file import METRICS_FILE, MetricsFile
 from ..reporting.parity import RunKey, RunResult, read_run
 from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
-from .child_runs import followed
+from .child_runs import followed, training_command
 from .parity_plan import RunPlan
 from .parity_results import write_results
 
@@ -118,7 +118,7 @@ class Session:
             # Of an earlier comparison: a run that fails before its first step must not end with those losses.
             MetricsFile(folder / METRICS_FILE, resume_iteration=0).close()
         num_events = len(read_events(folder / EVENTS_FILE))
-        command = [sys.executable, "-m", *_program(self.plan.ranks_per_run, slot), *self.plan.run_flags(key, folder)]
+        command = training_command(self.plan.run_flags(key, folder), self.plan.ranks_per_run, on_gpus=slot != "")
         with (folder / "log.txt").open("ab") as log, followed():
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
             # Its own session: an interrupt of the terminal reaches this program, which ends the runs in order.
@@ -167,13 +167,6 @@ def _ended_for_losses(folder: Path, num_events: int) -> bool:
     """Whether training has ended because losses were not finite, by the events behind the first `num_events`."""
     faults = read_events(folder / EVENTS_FILE)[num_events:]
     return any(one["kind"] == EventKind.FAULT.value and one.get("error") == "TrainingDiverged" for one in faults)
-
-
-def _program(num_ranks: int, slot: str) -> list[str]:
-    """The module that trains on these GPUs or on the CPU, with the flags of its launcher."""
-    if num_ranks == 1:
-        return ["fp8_megatron.commands.pretrain_gpt"]
-    return ["fp8_megatron.commands.train", "--gpus" if slot else "--cpu-ranks", str(num_ranks)]
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:

@@ -6,7 +6,6 @@ A mistake in a flag or a file prints one line and exits with status 2 before any
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -20,14 +19,12 @@ from ..errors import UserError
 from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
 from .child_runs import follow_parent
 from .dry_run import dry_run
-from .launch import Placement, check_gpus, hide_gpus, run_ranks, slurm_launch
+from .launch import Placement, check_cpu_ranks, check_gpus, hide_gpus, run_ranks, slurm_launch
 from .program import exit_status
 from .run_settings import run_command_line
 
 #: Restarts of --restart. A fault that comes again at the same iteration ends the job sooner.
 _DEFAULT_RESTARTS = 10
-#: Ranks on a CPU share cores only in tests. More than this many for each start for minutes and then exhaust memory.
-_RANKS_PER_CORE = 16
 #: A whole number of any sign; `_placement` knows the limits.
 _count = whole(least=-MAX_COUNT)
 _RANK_PROGRAM = "fp8_megatron.commands.pretrain_gpt"
@@ -147,9 +144,8 @@ def _placement(own: argparse.Namespace) -> Placement:
         raise UserError(f"--gpus {own.gpus} is negative; give 0 or more")
     if own.cpu_ranks is not None and own.cpu_ranks < 1:
         raise UserError(f"--cpu-ranks {own.cpu_ranks}: there is no such run; give 1 or more")
-    most = _RANKS_PER_CORE * (os.cpu_count() or 1)
-    if own.cpu_ranks is not None and own.cpu_ranks > most:
-        raise UserError(f"--cpu-ranks {own.cpu_ranks} is more than this node's cores can run; give at most {most}")
+    if own.cpu_ranks is not None:
+        check_cpu_ranks(own.cpu_ranks, "--cpu-ranks")
     if own.master_port is not None and not 1 <= own.master_port <= 65_535:
         raise UserError(f"--master-port {own.master_port} is no port; give 1 to 65535")
     if own.nnodes < 1 or not 0 <= own.node_rank < own.nnodes:

@@ -143,6 +143,14 @@ def test_runs_of_parity_save_and_end_when_it_is_killed(num_ranks: int, num_below
     assert saved == max(record["iteration"] for record in read_records(metrics))
 
 
+@SIZES
+def test_runs_of_compare_end_when_it_is_killed(num_ranks: int, num_below: int, tmp_path: Path) -> None:
+    metrics = tmp_path / "bf16" / METRICS_FILE
+    words = ["--output-dir", str(tmp_path), "--levels", "bf16", "O3", "--nproc-per-node", str(num_ranks)]
+    with training("compare", *words, metrics=metrics, num_below=num_below) as kill:
+        kill()
+
+
 def test_ranks_are_told_that_their_launcher_was_killed(tmp_path: Path) -> None:
     (tmp_path / "follower.py").write_text(FOLLOWER)
     launcher = (

@@ -315,6 +315,8 @@ def test_runs_of_several_ranks_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -
         parity._slots(None, 8)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert parity._slots(None, 2) == [""]
+    with pytest.raises(UserError, match="--ranks-per-run 100000 is more than this node's cores can run; give at most"):
+        parity._slots(None, 100_000)
 
 
 def test_layouts_are_checked_with_the_ranks_of_a_run(tmp_path: Path) -> None:

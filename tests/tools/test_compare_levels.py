@@ -36,7 +36,7 @@ def compare(
     run = subprocess.run
 
     def train(command: list[str], **options: Any) -> Any:
-        if compare_levels.RANK_PROGRAM not in command:
+        if "fp8_megatron.commands.pretrain_gpt" not in command:
             return run(command, **options)
         output = Path(command[command.index("--output-dir") + 1])
         found = losses[output.name]
@@ -127,6 +127,29 @@ def test_a_mistake_is_told_before_the_first_level_runs(
 
 
 @pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "said"),
+    [
+        (2, 4, "--nproc-per-node 4, but this machine has 2 GPUs; give at most 2"),
+        (0, 1024, "--nproc-per-node 1024 is more than this node's cores can run; give at most "),
+    ],
+)
+def test_more_ranks_than_the_machine_runs(
+    num_gpus: int,
+    num_ranks: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.delattr(compare_levels.subprocess, "run")
+    words = ["--output-dir", str(tmp_path / "out"), "--nproc-per-node", str(num_ranks)]
+    assert compare_levels.main([*words, "--", *TRAINING, "--micro-batch-size", "1", "--global-batch-size", "1024"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         "--lr-warmup-fraction 0.1",
@@ -139,5 +162,5 @@ def test_levels_that_are_timed_stop_early_in_the_schedule_of_a_whole_run(tmp_pat
     words = ["--levels", "bf16", "O1", "--speed-levels", "O3", "--output-dir", str(tmp_path), "--", *TRAINING]
     args = compare_levels._parse([*words, *flags.split()], "compare_levels.py")
     compare_levels.check_levels(args)
-    assert compare_levels._command(args, "O3", tmp_path)[-2:] == ["--exit-interval", "60"]
-    assert "--exit-interval" not in compare_levels._command(args, "O1", tmp_path)
+    assert compare_levels._flags(args, "O3", tmp_path)[-2:] == ["--exit-interval", "60"]
+    assert "--exit-interval" not in compare_levels._flags(args, "O1", tmp_path)
