@@ -40,7 +40,7 @@ from typing import Any
 
 from ..checkpoint.files import candidates, iteration_folder, named_checkpoint
 from ..checkpoint.run_identity import RunIdentity
-from ..checkpoint.run_lock import DEAD_AFTER_SECONDS, POLL_SECONDS, RunLock
+from ..checkpoint.run_lock import DEAD_AFTER_SECONDS, LOCK, POLL_SECONDS, RunLock
 from ..config.checks import ConfigError, check_config
 from ..config.command_line import setting_name, split_flags
 from ..config.io import own_and_run_flags, parse_config
@@ -62,6 +62,8 @@ LEVELS = {
     "te": levels_of("te-delayed")["te-delayed"],
     **levels_of("O1", "O2", "O3", "O3-delayed", "O3-blockwise", "default", "16-bit-head", "fast", "5-byte"),
 }
+#: Seconds that a call waits for what an earlier one has left: time enough to see that a holder of a lock is dead.
+_WAIT_SECONDS = 2 * DEAD_AFTER_SECONDS
 #: Settings that this command gives each run, and where a user says them.
 _SET_BY_COMMAND = {
     "seed": "--seeds says the seeds",
@@ -100,6 +102,7 @@ def run(plan: RunPlan) -> int:
     slots = _slots(plan.num_gpus, plan.ranks_per_run)
     deadline = math.inf if plan.time_limit is None else started + plan.time_limit - SAVE_SECONDS
     with _locked(plan.output_dir):
+        wait_for_earlier_runs(plan.output_dir)
         plan, finished = read_results(plan, config)
         plan = find_starts(plan, config, finished)
         write_results(plan, config, finished)  # the settings of runs that a kill leaves unfinished
@@ -384,7 +387,7 @@ def _locked(folder: Path) -> Iterator[None]:
     with writing_to(folder, "--output-dir"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder, RunIdentity.drawn())
-        deadline = time.monotonic() + 2 * DEAD_AFTER_SECONDS
+        deadline = time.monotonic() + _WAIT_SECONDS
         while (holder := lock.attempt()) is not None:
             if holder.lives or time.monotonic() > deadline:
                 raise UserError(
@@ -395,6 +398,29 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        lock.release()
+
+
+def wait_for_earlier_runs(folder: Path) -> None:
+    """Wait for the runs below --output-dir of a call that was killed. They save and end by themselves.
+
+    Raises:
+        UserError: one does not end.
+    """
+    deadline = time.monotonic() + _WAIT_SECONDS
+    for path in sorted(folder.glob(f"runs/*/checkpoints/{LOCK}")):
+        save, waits = path.parent, False
+        lock = RunLock(save, RunIdentity.drawn())
+        while (holder := lock.attempt()) is not None:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{save} is in use by process {holder.process} on {holder.host}, which an earlier call started; "
+                    "wait for its end, or end it"
+                )
+            if not waits:
+                print(f"waits for process {holder.process}, which an earlier call started, to save and end", flush=True)
+                waits = True
+            time.sleep(POLL_SECONDS)
         lock.release()
 
 

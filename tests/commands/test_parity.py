@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from fp8_megatron.commands.pretrain_gpt import main as pretrain
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.errors import UserError
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, json_line, read_records
 from fp8_megatron.reporting.parity import RunResult
 
 MODEL = "--vocab-size 64 --num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32".split()
@@ -439,6 +442,70 @@ def test_two_calls_do_not_share_a_folder(tmp_path: Path, fake_runs: None, capsys
     assert "out is in use by process " in error and "wait for its end, or give another folder" in error
     assert not (tmp_path / "out" / "runs").exists()
     assert parity.main([*words, "--", *TRAINING]) == 0
+
+
+#: Stands for a run whose command was killed: it saves what it has, and lets its checkpoints go.
+SAVING_RUN = """
+import sys, time
+from pathlib import Path
+from fp8_megatron.checkpoint.run_identity import RunIdentity
+from fp8_megatron.checkpoint.run_lock import RunLock
+save = Path(sys.argv[1])
+lock = RunLock(save, RunIdentity.drawn())
+assert lock.attempt() is None
+print("saves", flush=True)
+time.sleep(float(sys.argv[2]))
+for name in ("at", "latest_checkpointed_iteration.txt"):
+    (save / name).write_text("5")
+lock.release()
+"""
+
+
+@contextmanager
+def run_of_a_killed_call(folder: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    """A run of level bf16 and seed 1 after 5 steps, which needs so long to save for the first time."""
+    session = _session(folder)
+    write_results(session.plan, session.config, {})
+    save = session.plan.folder(("bf16", 1)) / "checkpoints"
+    save.mkdir(parents=True)
+    figures = {"skipped_steps": 0, "tokens_per_second_per_gpu": 10.0, "peak_memory_gib": 1.0, "step_seconds": 0.1}
+    steps = [{"kind": "train", "iteration": i, "loss": 3.0, **figures} for i in range(1, 6)]
+    (save.parent / METRICS_FILE).write_text("".join(map(json_line, steps)))
+    command = [sys.executable, "-c", SAVING_RUN, str(save), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None and run.stdout.readline() == "saves\n"
+            yield run
+        finally:
+            run.kill()
+
+
+def test_a_run_of_a_killed_call_saves_before_it_goes_on(
+    tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its losses so far are in one file with the later ones."""
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    with run_of_a_killed_call(tmp_path / "out", 4.0) as run:
+        assert parity.main([*words, "--", *TRAINING]) == 0
+    printed = capsys.readouterr().out
+    assert f"waits for process {run.pid}, which an earlier call started, to save and end" in printed
+    assert "bf16, seed 1: goes on" in printed and "O3, seed 1: starts" in printed
+    report = json.loads((tmp_path / "out" / RESULTS_FILE).read_text())
+    assert [len(run["training"]) for run in report["runs"]] == [20, 20]
+
+
+def test_a_run_of_an_earlier_call_that_does_not_end(
+    tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parity, "_WAIT_SECONDS", 1.0)
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    with run_of_a_killed_call(tmp_path / "out", 100.0) as run:
+        assert parity.main([*words, "--", *TRAINING]) == 2
+        assert run.poll() is None
+    printed = capsys.readouterr()
+    assert f"bf16_seed_1/checkpoints is in use by process {run.pid} on " in printed.err
+    assert "which an earlier call started; wait for its end, or end it" in printed.err
+    assert "starts" not in printed.out and "goes on" not in printed.out
 
 
 def test_a_run_that_goes_on_does_not_begin_from_scratch(tmp_path: Path) -> None:
