@@ -89,8 +89,7 @@ class Session:
                         _kill(process.popen)
                 time.sleep(_POLL_SECONDS)
         finally:
-            for _, process in running.values():
-                _kill(process.popen)
+            self._end(running)  # after an error
 
     def _next(self, pending: list[RunKey]) -> RunKey | None:
         """Take the first pending run that there is time for."""
@@ -130,8 +129,19 @@ class Session:
 
     def _ask_to_end(self, running: dict[str, tuple[RunKey, _Process]]) -> None:
         for _, process in running.values():
-            process.popen.send_signal(signal.SIGTERM)
-            process.is_asked_to_end = True
+            if not process.is_asked_to_end:  # a launcher takes a second signal for haste
+                process.popen.send_signal(signal.SIGTERM)
+                process.is_asked_to_end = True
+
+    def _end(self, running: dict[str, tuple[RunKey, _Process]]) -> None:
+        """Let runs save and end. Kill what has not ended in time."""
+        self._ask_to_end(running)
+        deadline = time.monotonic() + SAVE_SECONDS
+        for _, process in running.values():
+            try:
+                process.popen.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _kill(process.popen)
 
     def _ended(self, key: RunKey, process: _Process) -> None:
         """Read a finished run and remove its checkpoints; report a failed one."""

@@ -626,6 +626,22 @@ def test_unfinished_runs_without_their_settings_do_not_go_on(tmp_path: Path) -> 
         read_results(plan, parity.check_levels(plan))
 
 
+def test_runs_beside_an_error_save(tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result of the first run that ends cannot be written, and the other one needs minutes."""
+    slow = FAKE_RUN.replace("sys.exit(0)", '(folder / "saved").touch(); sys.exit(0)').replace(
+        "time.sleep(0.1)", 'time.sleep(0.1 if "bf16" in str(folder) else 0.5)'
+    )
+    (tmp_path / "fake.py").write_text(slow)
+
+    def full(*_: object) -> None:
+        raise UserError("--output-dir: no space left on device")
+
+    monkeypatch.setattr(parity_runs, "write_results", full)
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 2
+    assert (tmp_path / "out" / "runs" / "O3_seed_1" / "saved").exists()
+
+
 def test_a_result_that_cannot_be_written_is_not_lost(
     tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
