@@ -3,9 +3,10 @@
     fp8-megatron parity --levels bf16 O3 fast --seeds 1 2 3 --gpus 2 --output-dir runs/parity -- \
         --config configs/gpt_125m.yaml --data-path PREFIX --tokenizer-model FILE --train-iters 3200
 
-All flags after -- go to training. Runs of one seed see the same data from the same initial weights. The first level is
-the reference. Each run takes one GPU, or --ranks-per-run of them; runs are side by side on --gpus GPUs. Without GPUs
-they run one after another on the CPU.
+All flags after -- go to training. Unless they say otherwise, a run keeps one checkpoint and has neither TensorBoard's
+events nor a progress bar. Runs of one seed see the same data from the same initial weights. The first level is the
+reference. Each run takes one GPU, or --ranks-per-run of them; runs are side by side on --gpus GPUs. Without GPUs they
+run one after another on the CPU.
 --own-levels NAME=FLAGS adds levels of your own.
 --continue-from CHECKPOINT lets every run continue one run of its seed: weights, optimizer state, schedule and data are
 those of its checkpoint, whatever its level. Early in training, small differences grow by chance; runs that share it
@@ -42,10 +43,11 @@ from ..checkpoint.run_identity import RunIdentity
 from ..checkpoint.run_lock import DEAD_AFTER_SECONDS, LOCK, POLL_SECONDS, RunLock
 from ..config.io import own_and_run_flags
 from ..config.schema import Config
+from ..data.token_files import check_input_files
 from ..errors import UserError
 from ..outputs import writing_to
 from ..reporting.parity import RunKey
-from .arguments import Parser, output_folder, real, seed, whole
+from .arguments import Parser, nonempty, output_folder, real, seed, whole
 from .launch import gpus_for_ranks
 from .levels import levels_of
 from .parity_checks import check_levels
@@ -74,6 +76,7 @@ def run(plan: RunPlan) -> int:
     started = time.monotonic()
     share_import_path()
     config = check_levels(plan)
+    check_input_files(config)
     slots = _slots(plan.num_gpus, plan.ranks_per_run)
     deadline = math.inf if plan.time_limit is None else started + plan.time_limit - SAVE_SECONDS
     with _locked(plan.output_dir):
@@ -116,9 +119,12 @@ def _parse(words: Sequence[str], prog: str) -> RunPlan:
         '--own-levels "head=--precision fp8 --fp8-recipe tensorwise --fp8-lm-head"',
     )
     starts = parser.add_mutually_exclusive_group()
-    starts.add_argument("--finetune-from", metavar="CHECKPOINT", help="every run starts from these weights")
+    starts.add_argument(
+        "--finetune-from", type=nonempty, metavar="CHECKPOINT", help="every run starts from these weights"
+    )
     starts.add_argument(
         "--continue-from",
+        type=nonempty,
         metavar="CHECKPOINT",
         help=f"every run continues this one; {SEED} in it is a run's seed, and is needed for several",
     )

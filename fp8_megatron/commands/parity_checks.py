@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from ..config.checks import ConfigError, check_config
-from ..config.command_line import setting_name, split_flags
+from ..config.command_line import flags_of
 from ..config.io import parse_config
 from ..config.schema import CheckpointConfig, Config, PrecisionConfig
-from .levels import training_config
+from .levels import check_trains
 from .parity_plan import RunPlan
 from .run_settings import run_command_line
 
-#: Settings that this command gives each run, and where a user says them.
-_SET_BY_COMMAND = {
+_LOADED = "--continue-from and --finetune-from say what runs load"
+_OF_LEVELS = "the levels set everything of precision"
+#: Settings that say what is loaded. No file may have them either.
+_LOADING = ("load", "ckpt_step", "finetune", "pretrained_checkpoint", "exit_on_missing_checkpoint")
+#: Settings that this command gives each run, or that would do nothing, and why they are no flags of the run.
+_NO_FLAGS = {
+    **dict.fromkeys(_LOADING, _LOADED),
     "seed": "--seeds says the seeds",
     "save": "each run saves below --output-dir",
     "output_dir": "it stands before --",
+    "save_retain_interval": "the checkpoints of a finished run are removed",
 }
 #: Settings of data that leave the samples as they are.
 _NOT_SAMPLES = {
@@ -33,8 +39,10 @@ _SAMPLES_OF_TRAINING = (
     "eval_interval",
     "eval_iters",
     "full_validation",
+    "multiple_validation_sets",
     "rampup_batch_size",
     "step_batch_size_schedule",
+    "iterations_to_skip",
 )
 
 
@@ -44,12 +52,16 @@ def check_levels(plan: RunPlan) -> Config:
     Raises:
         ConfigError: a level cannot run with it, its precision is not the levels', it has not one validation loss, it
             says what to load or what this command sets, or a level has other samples.
+        CheckpointError: --use-checkpoint-args, and there is no checkpoint to take settings from.
     """
-    config = training_config(plan.common_flags)
+    _check_flags(plan.common_flags, {**_NO_FLAGS, **{field.name: _OF_LEVELS for field in fields(PrecisionConfig)}})
+    start = plan.start_flags(plan.seeds[0])
+    _check_starts_alike(parse_config(plan.common_flags).checkpoint, has_start=bool(start))
+    config = _config_of_run([*plan.common_flags, *start])
     if config.precision != PrecisionConfig():
         default = asdict(PrecisionConfig())
-        name = next(name for name, value in asdict(config.precision).items() if value != default[name])
-        raise ConfigError(f"{name}: the levels set everything of precision; leave it out")
+        name, value = next((name, value) for name, value in asdict(config.precision).items() if value != default[name])
+        raise ConfigError(f"{name}({value}): {_OF_LEVELS}; leave it out")
     training = config.training
     if training.eval_interval == 0 or (training.eval_iters == 0 and not training.full_validation):
         raise ConfigError(
@@ -59,39 +71,50 @@ def check_levels(plan: RunPlan) -> Config:
     if training.multiple_validation_sets:
         raise ConfigError("multiple_validation_sets gives several losses, and one is compared; leave it out")
     for level in plan.levels:
-        words = [*plan.common_flags, *plan.level_flags[level]]
-        _check_own_flags(level, words)
-        given = parse_config(words)
-        _check_starts_alike(level, given.checkpoint)
-        if differing := _differing_samples(given, config, plan.ranks_per_run):
-            raise ConfigError(
-                f"level {level}: {differing}: all levels train and are validated on the same samples; leave it out of "
-                "the level"
-            )
         try:
-            flags = plan.run_flags((level, plan.seeds[0]), plan.output_dir / "runs")
-            own = run_command_line(flags, "pretrain_gpt.py").config
-            check_config(own, plan.ranks_per_run)
+            _check_level(plan, level, config, has_start=bool(start))
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
-        steps = [one.train_iters(plan.ranks_per_run) for one in (own, config)]
-        if steps[0] != steps[1]:
-            raise ConfigError(
-                f"level {level} takes {steps[0]} steps and the flags after -- say {steps[1]}; all levels take as many, "
-                "so leave the length and the batch of the run out of the level"
-            )
     return config
 
 
-def _check_own_flags(level: str, flags: Sequence[str]) -> None:
-    """Check that no flag says what this command sets for each run. A file of --config may.
+def _check_level(plan: RunPlan, level: str, common: Config, *, has_start: bool) -> None:
+    _check_flags(plan.level_flags[level], _NO_FLAGS)
+    given = parse_config([*plan.common_flags, *plan.level_flags[level]])
+    _check_starts_alike(given.checkpoint, has_start=has_start)
+    if given.logging.tensorboard_dir is not None:
+        raise ConfigError(
+            f"tensorboard_dir({given.logging.tensorboard_dir}): all runs would write there; leave it out, and give "
+            "--tensorboard for a folder of each run"
+        )
+    config = _config_of_run(plan.run_flags((level, plan.seeds[0]), plan.output_dir / "runs"))
+    if differing := _differing_samples(config, common, plan.ranks_per_run):
+        raise ConfigError(
+            f"{differing}: all levels train and are validated on the same samples; leave it out of the level"
+        )
+    check_config(config, plan.ranks_per_run)
+    steps = [one.train_iters(plan.ranks_per_run) for one in (config, common)]
+    if steps[0] != steps[1]:
+        raise ConfigError(
+            f"it takes {steps[0]} steps, and the flags after -- say {steps[1]}; all levels take as many, so leave the "
+            "length and the batch of the run out of the level"
+        )
 
-    Raises:
-        ConfigError: one does.
-    """
-    for flag, _, _ in split_flags(flags):
-        if flag is not None and (instead := _SET_BY_COMMAND.get(setting_name(flag))) is not None:
-            raise ConfigError(f"level {level}: {flag}: {instead}; leave it out")
+
+def _config_of_run(flags: Sequence[str]) -> Config:
+    """The configuration of a run that trains. Raises `ConfigError` if it would not, or as `run_command_line`."""
+    line = run_command_line(flags, "pretrain_gpt.py")
+    check_trains(line, "the runs of a comparison train")
+    line.check_no_world_size()
+    return line.config
+
+
+def _check_flags(flags: Sequence[str], refused: dict[str, str]) -> None:
+    """Raise `ConfigError` for a flag that sets one of the `refused` settings, with the reason that stands there."""
+    for one in flags_of(flags):
+        reason = refused.get(one.name) or refused.get(one.name.removeprefix("no_"))
+        if reason is not None:
+            raise ConfigError(f"{' '.join((one.flag, *one.words))}: {reason}; leave it out")
 
 
 def _differing_samples(level: Config, common: Config, ranks_per_run: int) -> str | None:
@@ -101,25 +124,32 @@ def _differing_samples(level: Config, common: Config, ranks_per_run: int) -> str
         values = {name: value for name, value in asdict(config.data).items() if name not in _NOT_SAMPLES}
         training = {name: getattr(config.training, name) for name in _SAMPLES_OF_TRAINING}
         batch = config.global_batch_size(ranks_per_run)
-        return {**values, **training, "seq_length": config.model.seq_length, "global_batch_size": batch}
+        model = {name: getattr(config.model, name) for name in ("seq_length", "vocab_size")}
+        return {**values, **training, **model, "global_batch_size": batch}
 
     ours, others = samples(level), samples(common)
     found = next((name for name in ours if ours[name] != others[name]), None)
     return None if found is None else f"{found}({ours[found]}) is not {others[found]}"
 
 
-def _check_starts_alike(level: str, checkpoint: CheckpointConfig) -> None:
-    """Check that the flags of a level leave it to this command what its run loads, at first and after a time limit.
+def _check_starts_alike(checkpoint: CheckpointConfig, *, has_start: bool) -> None:
+    """Check that the flags of runs leave it to this command what they load, at first and after a time limit.
+
+    Args:
+        has_start: this command names a checkpoint that all runs start from.
 
     Raises:
-        ConfigError: a flag says what to load, or leaves something out of it.
+        ConfigError: a flag says what to load, leaves something out of it, or takes settings from where there are none.
     """
-    for name in ("load", "ckpt_step", "finetune", "pretrained_checkpoint"):
+    for name in _LOADING:
         value = getattr(checkpoint, name)
         if value is not None and value is not False:
-            raise ConfigError(
-                f"level {level}: {name}({value}): --continue-from and --finetune-from say what runs load; leave it out"
-            )
+            raise ConfigError(f"{name}({value}): {_LOADED}; leave it out")
     for name in ("load_optim", "load_rng", "save_optim", "save_rng"):
         if not getattr(checkpoint, name):
-            raise ConfigError(f"level {level}: no_{name}: a run goes on from its whole state; leave it out")
+            raise ConfigError(f"no_{name}: a run goes on from its whole state; leave it out")
+    if checkpoint.use_checkpoint_args and not has_start:
+        raise ConfigError(
+            "use_checkpoint_args has no effect without --continue-from or --finetune-from; give one of them, or leave "
+            "it out"
+        )

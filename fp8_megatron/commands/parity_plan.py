@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..checkpoint.files import TRACKER
+from ..config.io import parse_command_line
 from ..reporting.parity import RunKey
 
+#: Flags of a run, each unless the flags or a file of the user state one of the settings beside it.
+_UNLESS_STATED = (
+    (("--keep-last", "1"), {"keep_last", "non_persistent_save_interval"}),
+    (("--no-tensorboard",), {"tensorboard"}),
+    (("--progress", "off"), {"progress"}),
+)
 #: In --continue-from: a run's seed.
 SEED = "{seed}"
 
@@ -69,17 +76,20 @@ class RunPlan:
         own = folder / "checkpoints"
         if (own / TRACKER).exists():
             load = ["--load", str(own), "--exit-on-missing-checkpoint"]  # one that is gone meanwhile: not from scratch
-        elif self.finetune_from is not None:
-            load = ["--load", self.finetune_from, "--finetune"]
-            if self.finetune_iteration:  # no flag names iteration 0, of converted weights
-                load += ["--ckpt-step", str(self.finetune_iteration)]
-        elif self.continue_from is not None:
-            load = ["--load", self.continue_from.replace(SEED, str(seed))]
-            if seed in self.steps_before:
-                load += ["--ckpt-step", str(self.steps_before[seed])]
         else:
-            load = ["--load", str(own)]
-        places = ["--output-dir", str(folder), "--save", str(own), *load]
-        quiet = ["--no-tensorboard", "--progress", "off"]
-        flags = [*self.common_flags, *self.level_flags[level], "--seed", str(seed)]
-        return [*flags, *places, "--keep-last", "1", *quiet]
+            load = self.start_flags(seed) or ["--load", str(own)]
+        flags = [*self.common_flags, *self.level_flags[level]]
+        stated = parse_command_line(flags).stated
+        unless = [word for words, settings in _UNLESS_STATED if not stated & settings for word in words]
+        return [*flags, "--seed", str(seed), "--output-dir", str(folder), "--save", str(own), *load, *unless]
+
+    def start_flags(self, seed: int) -> list[str]:
+        """What a run without a checkpoint of its own loads: flags; none if it starts from scratch."""
+        if self.finetune_from is not None:
+            # No flag names iteration 0, of converted weights.
+            step = ["--ckpt-step", str(self.finetune_iteration)] if self.finetune_iteration else []
+            return ["--load", self.finetune_from, "--finetune", *step]
+        if self.continue_from is not None:
+            step = ["--ckpt-step", str(self.steps_before[seed])] if seed in self.steps_before else []
+            return ["--load", self.continue_from.replace(SEED, str(seed)), *step]
+        return []
