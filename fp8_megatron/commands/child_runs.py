@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from .environment import without_launcher
+
 #: Names the process that a run ends with.
 _PARENT = "FP8_MEGATRON_PARENT"
 #: Of ``linux/prctl.h``.
@@ -26,9 +28,14 @@ def training_command(flags: Sequence[str], num_ranks: int, *, on_gpus: bool) -> 
     return [sys.executable, "-m", f"{__package__}.{program[0]}", *program[1:], *flags]
 
 
+def run_environment() -> dict[str, str]:
+    """The environment of a run that follows this process. The thread that starts it must not end before it."""
+    return {**without_launcher(os.environ), _PARENT: str(os.getpid())}
+
+
 @contextmanager
 def followed() -> Iterator[None]:
-    """Runs that start in here follow this process. The thread that starts them must not end before them."""
+    """What starts in here in the environment of this process follows it."""
     os.environ[_PARENT] = str(os.getpid())
     try:
         yield

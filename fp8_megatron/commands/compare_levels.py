@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shlex
 import statistics
 import subprocess
@@ -30,9 +29,10 @@ from ..config.io import own_and_run_flags
 from ..outputs import write_output, writing_to
 from ..reporting.metrics_file import METRICS_FILE, read_records
 from .arguments import Parser, output_folder, whole
-from .child_runs import followed, training_command
+from .child_runs import run_environment, training_command
 from .launch import gpus_for_ranks
 from .levels import levels_of, training_config
+from .origin import origin
 from .program import exit_status, share_import_path
 
 LEVELS = levels_of("bf16", "te-tensorwise", "te-delayed", "O1", "O2", "O3", "O3-delayed", "O3-blockwise")
@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
         folder = args.output_dir / level
         command = training_command(_flags(args, level, folder), args.nproc_per_node, on_gpus=on_gpus)
         print(f"== {level}: {shlex.join(command)}", flush=True)
-        with followed():
-            ended = subprocess.run(command, check=False).returncode
+        ended = subprocess.run(command, check=False, env=run_environment()).returncode
         if ended != 0:
             print(f"error: {level} ended with status {ended}", file=sys.stderr)
             status = 1
@@ -168,16 +167,7 @@ def _add_gaps(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> N
 
 
 def _write(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit or None,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "results": results,
-    }
+    report = {"command": shlex.join(["python", *sys.argv]), **origin(), "results": results}
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     write_output(args.output_dir / "comparison.json", text.encode(), "--output-dir")
 

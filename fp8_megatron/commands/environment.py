@@ -32,6 +32,12 @@ def take_mpi_ranks(environment: MutableMapping[str, str]) -> None:
         environment.update({name: environment[theirs] for name, theirs in _OPEN_MPI.items()})
 
 
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is no rank of the launch that this one may belong to."""
+    told = {*_LAUNCHER, *_OPEN_MPI, *_OPEN_MPI.values()}
+    return {name: v for name, v in environment.items() if name not in told and not name.startswith("TORCHELASTIC_")}
+
+
 def launched_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
     """(rank, world size) of this process. Without a launcher it is the only one.
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import platform
 import shlex
 import statistics
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,6 +18,7 @@ from ..errors import UserError
 from ..outputs import write_output
 from ..reporting.parity import Parity, RunKey, RunResult, compare_runs
 from ..reporting.parity_report import draw_parity, markdown_table, table_rows
+from .origin import origin
 from .parity_plan import RunPlan
 
 RESULTS_FILE = "parity.json"
@@ -114,7 +113,7 @@ def write_results(plan: RunPlan, config: Config, finished: Mapping[RunKey, RunRe
         "finetune_iteration": plan.finetune_iteration,
         "starts": plan.steps_before,
         "ranks_per_run": plan.ranks_per_run,
-        **_machine(),
+        **origin(),
         "comparison": None if parity is None else asdict(parity),
         "runs": [found.to_json() for found in runs],
     }
@@ -138,14 +137,3 @@ def show_table(parity: Parity) -> None:
     for row in rows:
         table.add_row(*row)
     Console(width=150).print(table)
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or None,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from ..config.schema import Config
 from ..reporting.metrics_file import METRICS_FILE, MetricsFile
 from ..reporting.parity import RunKey, RunResult, read_run
 from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
-from .child_runs import followed, training_command
+from .child_runs import run_environment, training_command
 from .parity_plan import RunPlan
 from .parity_results import write_results
 
@@ -118,11 +117,14 @@ class Session:
             MetricsFile(folder / METRICS_FILE, resume_iteration=0).close()
         num_events = len(read_events(folder / EVENTS_FILE))
         command = training_command(self.plan.run_flags(key, folder), self.plan.ranks_per_run, on_gpus=slot != "")
-        with (folder / "log.txt").open("ab") as log, followed():
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": slot}
+        with (folder / "log.txt").open("ab") as log:
             # Its own session: an interrupt of the terminal reaches this program, which ends the runs in order.
             popen = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**run_environment(), "CUDA_VISIBLE_DEVICES": slot},
+                start_new_session=True,
             )
         print(f"{key[0]}, seed {key[1]}: {'goes on' if goes_on else 'starts'}", flush=True)
         return _Process(popen, time.monotonic(), num_events, goes_on)

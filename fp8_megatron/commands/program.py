@@ -122,10 +122,16 @@ def prepare_megatron() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
+def clone() -> Path | None:
+    """The clone that this package runs from; None if it is installed."""
+    root = Path(__file__).parents[2]
+    return root if (root / "pyproject.toml").is_file() else None
+
+
 def share_import_path() -> None:
     """Let child Python programs import this package from a clone that is not installed."""
-    root = Path(__file__).parents[2]
-    if not (root / "pyproject.toml").is_file():
+    root = clone()
+    if root is None:
         return
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(root) not in paths:

@@ -80,9 +80,8 @@ def test_a_run_is_told_that_its_parent_was_killed(tmp_path: Path) -> None:
     (tmp_path / "follower.py").write_text(FOLLOWER)
     parent = f"""
 import subprocess, sys
-from fp8_megatron.commands.child_runs import followed
-with followed():
-    subprocess.run([sys.executable, {str(tmp_path / "follower.py")!r}])
+from fp8_megatron.commands.child_runs import run_environment
+subprocess.run([sys.executable, {str(tmp_path / "follower.py")!r}], env=run_environment())
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with started([sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment) as (process, below):

@@ -679,6 +679,38 @@ def test_a_failed_run_is_told(tmp_path: Path, fake_runs: None, capsys: pytest.Ca
     assert "bf16, seed 1 ended with status 2: error: no such thing" in error and "O3, seed 1" in error
 
 
+def test_runs_are_no_ranks_of_the_launch_that_parity_is_in(
+    tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container of a job of several nodes. A run would wait for the other ranks."""
+    launch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    launch |= {"TORCHELASTIC_RUN_ID": "x", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "fake.py").write_text(f"import os\nassert not {set(launch)} & set(os.environ)\n{FAKE_RUN}")
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 0
+
+
+def test_git_is_not_needed(tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 0
+    assert json.loads((tmp_path / "out" / RESULTS_FILE).read_text())["commit"] is None
+
+
+def test_the_commit_is_that_of_this_project(tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the folder that the command is called in."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "x"], check=True)
+    theirs = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.chdir(tmp_path)
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    assert parity.main([*words, "--", *TRAINING]) == 0
+    assert json.loads((tmp_path / "out" / RESULTS_FILE).read_text())["commit"] != theirs
+
+
 def test_a_run_that_diverged_is_finished(
     tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
