@@ -67,7 +67,8 @@ DEFAULT_LEVELS = ["bf16", "te", "O1", "O2", "O3", "fast", "5-byte"]
 
 
 def main(words: Sequence[str] | None = None, prog: str = "parity.py") -> int:
-    """Exit status: 0, also if the time limit left runs unfinished; 1 if a run failed or diverged; 2 after an error."""
+    """Exit status: 0, also if the time limit left runs unfinished; 1 if a run failed or diverged; 2 after an error; a
+    shell's status of SIGINT or SIGTERM if that left runs unfinished."""
     return exit_status(partial(run, _parse(sys.argv[1:] if words is None else words, prog)), OSError)
 
 
@@ -99,7 +100,9 @@ def run(plan: RunPlan) -> int:
     if diverged:
         runs = "; ".join(f"{level}, seed {number}" for level, number in diverged)
         print(f"error: diverged, with a loss at the end that is not finite: {runs}", file=sys.stderr, flush=True)
-    return 1 if session.failed or diverged else 0
+    if session.failed or diverged:
+        return 1
+    return 128 + session.stop_signal if session.stop_signal is not None and done < len(wanted) else 0
 
 
 def _parse(words: Sequence[str], prog: str) -> RunPlan:
@@ -323,7 +326,7 @@ def _interrupts(session: Session) -> Iterator[None]:
     """SIGTERM and SIGINT let the runs save and end."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        session.stops = True
+        session.stop_signal = number
         session.deadline = min(session.deadline, time.monotonic())
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}

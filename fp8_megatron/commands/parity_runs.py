@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,10 @@ from .parity_results import write_results
 #: Seconds before the time limit at which runs are asked to save and end.
 SAVE_SECONDS = 40.0
 _POLL_SECONDS = 0.2
+#: Output of a run, of all its processes.
+LOG_FILE = "log.txt"
+#: How programs begin the line of an error (`program.show`).
+_ERROR = re.compile(r"(internal )?error( on rank \d+)?: ")
 
 
 @dataclass
@@ -33,16 +38,19 @@ class _Process:
 
     Attributes:
         started: `time.monotonic`.
-        num_events: those of earlier processes of the run.
+        num_events, log_bytes: what earlier processes of the run have left of events, and in its log.
         goes_on: it started from a checkpoint of its own.
         is_asked_to_end: by this command, for the time limit or a signal.
+        is_killed: because it had not ended after that.
     """
 
     popen: subprocess.Popen[bytes]
     started: float
     num_events: int
+    log_bytes: int
     goes_on: bool
     is_asked_to_end: bool = False
+    is_killed: bool = False
 
 
 @dataclass
@@ -54,7 +62,7 @@ class Session:
         deadline: `time.monotonic` at which runs are asked to end; infinite without a limit.
         finished: results, of earlier calls too.
         failed: runs that ended without a result in this call.
-        stops: a signal has asked for the end: no further run starts.
+        stop_signal: that has asked for the end; no further run starts then.
     """
 
     plan: RunPlan
@@ -63,7 +71,7 @@ class Session:
     deadline: float
     finished: dict[RunKey, RunResult]
     failed: list[RunKey] = field(default_factory=list)
-    stops: bool = False
+    stop_signal: int | None = None
 
     def run(self) -> None:
         """Train what is not finished, until all is or the time is up."""
@@ -72,7 +80,7 @@ class Session:
         asked = False
         try:
             while pending or running:
-                if self.stops or time.monotonic() > self.deadline:
+                if self.stop_signal is not None or time.monotonic() > self.deadline:
                     pending = []
                     if not asked:
                         asked = True
@@ -86,6 +94,7 @@ class Session:
                         self._ended(key, process)
                     elif time.monotonic() > self.deadline + SAVE_SECONDS:
                         _kill(process.popen)
+                        process.is_killed = True
                 time.sleep(_POLL_SECONDS)
         finally:
             self._end(running)  # after an error
@@ -117,7 +126,8 @@ class Session:
             MetricsFile(folder / METRICS_FILE, resume_iteration=0).close()
         num_events = len(read_events(folder / EVENTS_FILE))
         command = training_command(self.plan.run_flags(key, folder), self.plan.ranks_per_run, on_gpus=slot != "")
-        with (folder / "log.txt").open("ab") as log:
+        with (folder / LOG_FILE).open("ab") as log:
+            log_bytes = log.tell()
             # Its own session: an interrupt of the terminal reaches this program, which ends the runs in order.
             popen = subprocess.Popen(
                 command,
@@ -127,7 +137,7 @@ class Session:
                 start_new_session=True,
             )
         print(f"{key[0]}, seed {key[1]}: {'goes on' if goes_on else 'starts'}", flush=True)
-        return _Process(popen, time.monotonic(), num_events, goes_on)
+        return _Process(popen, time.monotonic(), num_events, log_bytes, goes_on)
 
     def _ask_to_end(self, running: dict[str, tuple[RunKey, _Process]]) -> None:
         for _, process in running.values():
@@ -168,17 +178,27 @@ class Session:
             end = "diverged" if result.diverged else f"validation loss {result.final_loss:.4f}"
             print(f"{key[0]}, seed {key[1]}: {end}{took}", flush=True)
         elif status != 0 and not process.is_asked_to_end:
-            lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
-            print(f"error: {key[0]}, seed {key[1]} ended with status {status}: {(lines or [''])[-1]}", file=sys.stderr)
+            told = _told_error(folder / LOG_FILE, process.log_bytes)
+            print(f"error: {key[0]}, seed {key[1]} ended with status {status}: {told}", file=sys.stderr, flush=True)
             self.failed.append(key)
         else:
-            print(f"{key[0]}, seed {key[1]}: not finished; the same command goes on with it", flush=True)
+            why = f"it had not ended {SAVE_SECONDS:.0f} s after SIGTERM and was killed; " if process.is_killed else ""
+            print(f"{key[0]}, seed {key[1]}: not finished; {why}the same command goes on with it", flush=True)
 
 
 def _ended_for_losses(folder: Path, num_events: int) -> bool:
     """Whether training has ended because losses were not finite, by the events behind the first `num_events`."""
     faults = read_events(folder / EVENTS_FILE)[num_events:]
     return any(one["kind"] == EventKind.FAULT.value and one.get("error") == "TrainingDiverged" for one in faults)
+
+
+def _told_error(log: Path, start: int) -> str:
+    """The line with the error of a run whose log begins at this byte: the first that a rank told, else the last one."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    told = [line for line in lines if _ERROR.match(line)]
+    return told[0] if told else (lines or ["its log says nothing"])[-1]
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:

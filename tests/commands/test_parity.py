@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -677,6 +679,66 @@ def test_a_failed_run_is_told(tmp_path: Path, fake_runs: None, capsys: pytest.Ca
     assert parity.main([*words, "--", *TRAINING]) == 1
     error = capsys.readouterr().err
     assert "bf16, seed 1 ended with status 2: error: no such thing" in error and "O3, seed 1" in error
+
+
+def test_a_failed_run_is_told_with_its_own_error(
+    tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with the launcher's last line, and not with a line of an earlier call."""
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    last = "rank 1 ended with exit status 2, and the job with it"
+    for said, told in (
+        (["note: x", "error on rank 1: no such thing", "  at all", last], "error on rank 1: no such thing"),
+        (["internal error: KeyError: 'a'", last], "internal error: KeyError: 'a'"),
+        (["Segmentation fault"], "Segmentation fault"),
+        ([], "its log says nothing"),
+    ):
+        (tmp_path / "fake.py").write_text(f"import sys; print({chr(10).join(said)!r}); sys.exit(2)")
+        assert parity.main([*words, "--", *TRAINING]) == 1
+        assert f"error: bf16, seed 1 ended with status 2: {told}\n" in capsys.readouterr().err
+
+
+def test_a_run_that_is_killed_before_it_has_saved_is_told(
+    tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each call may begin with it anew."""
+    (tmp_path / "fake.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[sys.argv.index('--output-dir') + 1], 'ignores').touch()\n"
+        "time.sleep(60)"
+    )
+    monkeypatch.setattr(parity_runs, "SAVE_SECONDS", 1.0)
+    ask = Session._ask_to_end
+
+    def ask_later(self: Session, running: dict[str, Any]) -> None:
+        while len(list((tmp_path / "out").glob("runs/*/ignores"))) < 2:
+            time.sleep(0.1)
+        ask(self, running)
+
+    monkeypatch.setattr(Session, "_ask_to_end", ask_later)
+    monkeypatch.setattr(parity, "SAVE_SECONDS", 40.0)
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1", "--time-limit", "41"]
+    assert parity.main([*words, "--", *TRAINING]) == 0
+    said = "bf16, seed 1: not finished; it had not ended 1 s after SIGTERM and was killed; the same command goes on"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_the_exit_status_of_what_it_left_unfinished(
+    number: signal.Signals, tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_start = Session._start
+
+    def interrupted(self: Session, key: tuple[str, int], slot: str):  # type: ignore[no-untyped-def]
+        signal.raise_signal(number)
+        return session_start(self, key, slot)
+
+    words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
+    with monkeypatch.context() as first_call:
+        first_call.setattr(Session, "_start", interrupted)
+        assert parity.main([*words, "--", *TRAINING]) == 128 + number
+    assert parity.main([*words, "--", *TRAINING]) == 0
 
 
 def test_runs_are_no_ranks_of_the_launch_that_parity_is_in(
