@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.checks import ConfigError, check_config
 from ..config.command_line import flags_of
-from ..config.io import parse_config
+from ..config.io import load_config, parse_config, stated_settings
 from ..config.schema import CheckpointConfig, Config, PrecisionConfig
 from .levels import check_trains
 from .parity_plan import RunPlan
@@ -81,6 +81,7 @@ def check_levels(plan: RunPlan) -> Config:
 def _check_level(plan: RunPlan, level: str, common: Config, *, has_start: bool) -> None:
     _check_flags(plan.level_flags[level], _NO_FLAGS)
     given = parse_config([*plan.common_flags, *plan.level_flags[level]])
+    _check_files_count(plan.level_flags[level], plan.common_flags, given)
     _check_starts_alike(given.checkpoint, has_start=has_start)
     if given.logging.tensorboard_dir is not None:
         raise ConfigError(
@@ -115,6 +116,33 @@ def _check_flags(flags: Sequence[str], refused: dict[str, str]) -> None:
         reason = refused.get(one.name) or refused.get(one.name.removeprefix("no_"))
         if reason is not None:
             raise ConfigError(f"{' '.join((one.flag, *one.words))}: {reason}; leave it out")
+
+
+def _check_files_count(level: Sequence[str], common: Sequence[str], config: Config) -> None:
+    """Check that `config`, of both, has what the files of a level say: flags of all runs override them.
+
+    Raises:
+        ConfigError: it has another value, of such a flag.
+    """
+    flags, own_flags = ({one.name: one.flag for one in flags_of(words)} for words in (common, level))
+    said: Config | None = None
+    stated: dict[str, str] = {}
+    for path in (path for one in flags_of(level) if one.name == "config" for path in one.words):
+        said = load_config(path, said)
+        stated |= dict.fromkeys(stated_settings(path), path)
+    for name, path in stated.items():
+        flag = flags.get(name) or flags.get(f"no_{name}")
+        if flag is None or name in own_flags or f"no_{name}" in own_flags or said is None:
+            continue
+        if _value(said, name) != _value(config, name):
+            raise ConfigError(
+                f"{name} of {path} has no effect beside {flag}, which stands behind --; give the level the flag "
+                f"itself, or put {flag} into a file of --config"
+            )
+
+
+def _value(config: Config, name: str) -> Any:
+    return next(getattr(section, name) for section in vars(config).values() if hasattr(section, name))
 
 
 def _differing_samples(level: Config, common: Config, ranks_per_run: int) -> str | None:

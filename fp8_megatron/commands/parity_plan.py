@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.files import TRACKER
 from ..config.io import parse_command_line
@@ -40,6 +41,8 @@ class RunPlan:
         finetune_iteration: that of the checkpoint of `finetune_from`, once it is found.
         steps_before: by seed, the iteration of the checkpoint of `continue_from`, once it is found.
         num_steps: by seed, the last iteration of runs that continue a checkpoint.
+        level_settings: by level, what its flags and files say at the start of this call (`settings_of_level`), or of
+            the one that had the level last.
     """
 
     levels: Sequence[str]
@@ -56,6 +59,7 @@ class RunPlan:
     finetune_iteration: int | None = None
     steps_before: Mapping[int, int] = field(default_factory=dict)
     num_steps: Mapping[int, int] = field(default_factory=dict)
+    level_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[RunKey]:

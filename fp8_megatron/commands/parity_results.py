@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..checkpoint.files import TRACKER
+from ..config.command_line import flags_of
+from ..config.io import parse_config
 from ..config.schema import Config
 from ..errors import UserError
 from ..outputs import write_output
@@ -24,19 +26,31 @@ from .parity_plan import RunPlan
 RESULTS_FILE = "parity.json"
 #: Settings that may differ between calls: seeds, where things are, how long ranks wait.
 _MAY_DIFFER = {"seed", "data_cache_path", "nccl_communicator_config_path", "distributed_timeout_minutes"}
+#: Sections of the configuration whose settings all runs share.
+_COMMON = ("model", "data", "training", "optimizer", "parallel")
 #: Fields of the plan that say from which checkpoint the runs start.
 _STARTS = ("finetune_from", "continue_from")
 
 
 def common_settings(config: Config) -> dict[str, Any]:
     """What all runs of a comparison have in common, as plain values."""
+    return _settings(config, _COMMON)
+
+
+def settings_of_level(plan: RunPlan, level: str) -> dict[str, Any]:
+    """What the flags and files of a level and of all runs say now, as plain values."""
+    config = parse_config([*plan.common_flags, *plan.level_flags[level]])
+    return _settings(config, (*_COMMON, "precision"))
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The name of a setting that differs. One that is not in `before` came with a later version."""
+    return next((name for name, value in now.items() if name in before and before[name] != value), None)
+
+
+def _settings(config: Config, names: Sequence[str]) -> dict[str, Any]:
     sections = json.loads(json.dumps(asdict(config), default=str))
-    return {
-        name: value
-        for section in ("model", "data", "training", "optimizer", "parallel")
-        for name, value in sections[section].items()
-        if name not in _MAY_DIFFER
-    }
+    return {name: value for section in names for name, value in sections[section].items() if name not in _MAY_DIFFER}
 
 
 def read_results(plan: RunPlan, config: Config) -> tuple[RunPlan, dict[RunKey, RunResult]]:
@@ -45,6 +59,7 @@ def read_results(plan: RunPlan, config: Config) -> tuple[RunPlan, dict[RunKey, R
     Raises:
         UserError: the file is damaged, or its runs have other settings; or it is gone, and unfinished runs are there.
     """
+    plan = replace(plan, level_settings={level: settings_of_level(plan, level) for level in plan.levels})
     path = plan.output_dir / RESULTS_FILE
     saved = next(plan.output_dir.glob(f"runs/*/checkpoints/{TRACKER}"), None)
     if not path.exists():
@@ -61,6 +76,9 @@ def read_results(plan: RunPlan, config: Config) -> tuple[RunPlan, dict[RunKey, R
         if finetune_iteration is not None:
             finetune_iteration = int(finetune_iteration)
         before, flags = dict(report["settings"]), dict(report.get("flags", {}))
+        if any(not isinstance(word, str) for words in flags.values() for word in words):
+            raise ValueError("the flags of a level are no words")
+        of_levels = {level: dict(settings) for level, settings in report.get("level_settings", {}).items()}
         starts = {int(number): int(iteration) for number, iteration in report.get("starts", {}).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is no result of this command ({error}); give another --output-dir") from error
@@ -84,16 +102,22 @@ def read_results(plan: RunPlan, config: Config) -> tuple[RunPlan, dict[RunKey, R
                 f"{path} has runs of level {level} with {shlex.join(flags[level])!r}, this command has "
                 f"{shlex.join(plan.level_flags[level])!r}; give another --output-dir"
             )
-    for name, value in common_settings(config).items():
-        # A setting that the runs do not know came with a later version.
-        if name in before and before[name] != value:
+    now = common_settings(config)
+    if (differs := first_difference(before, now)) is not None:
+        raise UserError(
+            f"{path} has runs with {differs}({before[differs]}), this command has {differs}({now[differs]}); give the "
+            "same flags, or another --output-dir"
+        )
+    for level, own in plan.level_settings.items():
+        if (differs := first_difference(of_levels.get(level, {}), own)) is not None:
             raise UserError(
-                f"{path} has runs with {name}({before[name]}), this command has {name}({value}); give the same "
-                "flags, or another --output-dir"
+                f"{path} has runs of level {level} with {differs}({of_levels[level][differs]}), its files say "
+                f"{differs}({own[differs]}) now; put them back, or give another --output-dir"
             )
     plan = replace(
         plan,
         level_flags={**flags, **plan.level_flags},
+        level_settings={**of_levels, **plan.level_settings},
         finetune_iteration=finetune_iteration,
         steps_before=starts,
     )
@@ -109,6 +133,9 @@ def write_results(plan: RunPlan, config: Config, finished: Mapping[RunKey, RunRe
     report = {
         "settings": common_settings(config),
         "flags": plan.level_flags,
+        "level_settings": {
+            level: settings for level, settings in plan.level_settings.items() if _has_file(plan.level_flags[level])
+        },
         **{name: getattr(plan, name) for name in _STARTS},
         "finetune_iteration": plan.finetune_iteration,
         "starts": plan.steps_before,
@@ -126,6 +153,11 @@ def write_results(plan: RunPlan, config: Config, finished: Mapping[RunKey, RunRe
     )
     draw_parity(runs, parity, folder / "parity.png", title=f"Precision levels over {tokens / 1e6:,.1f} M tokens")
     return parity
+
+
+def _has_file(flags: Sequence[str]) -> bool:
+    """Whether these flags name a file of settings. They say all there is to say otherwise."""
+    return any(one.name == "config" for one in flags_of(flags))
 
 
 def show_table(parity: Parity) -> None:

@@ -16,12 +16,13 @@ import psutil
 
 from ..checkpoint.files import TRACKER
 from ..config.schema import Config
+from ..errors import UserError
 from ..reporting.metrics_file import METRICS_FILE, MetricsFile
 from ..reporting.parity import RunKey, RunResult, read_run
 from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
 from .child_runs import run_environment, training_command
 from .parity_plan import RunPlan
-from .parity_results import write_results
+from .parity_results import first_difference, settings_of_level, write_results
 
 #: Seconds before the time limit at which runs are asked to save and end.
 SAVE_SECONDS = 40.0
@@ -117,7 +118,17 @@ class Session:
                 return max(known)
         return 0.0
 
+    def _check_files(self, level: str) -> None:
+        """Raise `UserError` if a file of settings does not say what it said to the runs before."""
+        before, now = self.plan.level_settings.get(level, {}), settings_of_level(self.plan, level)
+        if (name := first_difference(before, now)) is not None:
+            raise UserError(
+                f"a file of settings says {name}({now[name]}) now, and said {name}({before[name]}) when this command "
+                "began; put it back, and the same command goes on"
+            )
+
     def _start(self, key: RunKey, slot: str) -> _Process:
+        self._check_files(key[0])
         folder = self.plan.folder(key)
         goes_on = (folder / "checkpoints" / TRACKER).exists()
         folder.mkdir(parents=True, exist_ok=True)

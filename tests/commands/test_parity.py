@@ -773,6 +773,62 @@ def test_the_commit_is_that_of_this_project(tmp_path: Path, fake_runs: None, mon
     assert json.loads((tmp_path / "out" / RESULTS_FILE).read_text())["commit"] != theirs
 
 
+def test_a_file_of_a_level_that_has_changed_makes_another_level(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("{precision: fp8, weight_decay: 0.2}")
+    given = plan_of(tmp_path / "out", "--levels", "bf16", "a", "--own-levels", f"a=--config {file}")
+    config = parity.check_levels(given)
+    given.output_dir.mkdir()
+    plan, _ = read_results(given, config)
+    write_results(plan, config, {("a", 1): _finished("a", 1)})
+    assert set(read_results(given, config)[1]) == {("a", 1)}
+    without = plan_of(tmp_path / "out", "--levels", "bf16", "O3")
+    for changed in ("precision: fp8, weight_decay: 0.3", "precision: bf16, weight_decay: 0.2", "precision: fp8"):
+        file.write_text(f"{{{changed}}}")
+        with pytest.raises(UserError, match=r"has runs of level a with \w+\(.+\), its files say \w+\(.+\) now; put"):
+            read_results(given, config)
+        found, finished = read_results(without, config)  # a call with other levels in between forgets nothing
+        write_results(found, config, finished)
+
+
+@pytest.mark.parametrize("words", [[], ["--levels", "bf16", "a", "--own-levels", "a=--precision fp8 --config OWN"]])
+def test_a_file_that_changes_while_runs_train(
+    words: list[str], tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Later runs would read it."""
+    file = tmp_path / "own.yaml"
+    file.write_text("weight_decay: 0.2")
+    (tmp_path / "fake.py").write_text(f"{FAKE_RUN}\npathlib.Path({str(file)!r}).write_text('weight_decay: 0.3')")
+    levels = [word.replace("OWN", str(file)) for word in words] or ["--levels", "bf16", "O3"]
+    training = TRAINING if words else [*TRAINING, "--config", str(file)]
+    out = ["--output-dir", str(tmp_path / "out")]
+    assert parity.main([*out, *levels, "--seeds", "1", "2", "--", *training]) == 2
+    printed = capsys.readouterr()
+    said = "a file of settings says weight_decay(0.3) now, and said weight_decay(0.2) when this command began; put it"
+    assert said in printed.err and f"{'a' if words else 'bf16'}, seed 2: starts" not in printed.out
+
+
+def test_a_file_of_a_level_that_flags_override_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("{precision: fp8, lr: 1e-4}")
+    words = ["--levels", "bf16", "a", "--own-levels", f"a=--config {file}"]
+    said = r"^level a: lr of .*own.yaml has no effect beside --lr, which stands behind --; give the level the flag"
+    with pytest.raises(ConfigError, match=said):
+        parity.check_levels(plan_of(tmp_path / "out", *words))
+    file.write_text("{precision: fp8, weight_decay: 0.2, mock_data: true}")  # the last one as the flags say
+    parity.check_levels(plan_of(tmp_path / "out", *words))
+
+
+@pytest.mark.parametrize("flags", [{"bf16": 5}, {"bf16": ["--precision", 1]}, 5])
+def test_flags_of_a_level_that_are_none(flags: object, tmp_path: Path) -> None:
+    session = _session(tmp_path, finished=[_finished("bf16", 1)])
+    write_results(session.plan, session.config, session.finished)
+    path = tmp_path / RESULTS_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"flags": flags}))
+    with pytest.raises(UserError, match="is no result of this command"):
+        read_results(session.plan, session.config)
+
+
 def test_a_run_that_diverged_is_finished(
     tmp_path: Path, fake_runs: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
