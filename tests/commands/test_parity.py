@@ -281,6 +281,10 @@ with (folder / "metrics.jsonl").open("a") as out:
 """
 
 
+#: The same in no time.
+QUICK_RUN = FAKE_RUN.replace("time.sleep(0.1)", "")
+
+
 @pytest.fixture
 def fake_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "fake.py"
@@ -513,13 +517,14 @@ def test_runs_are_no_ranks_of_the_launch_that_parity_is_in(
     launch |= {"TORCHELASTIC_RUN_ID": "x", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     for name, value in launch.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "fake.py").write_text(f"import os\nassert not {set(launch)} & set(os.environ)\n{FAKE_RUN}")
+    (tmp_path / "fake.py").write_text(f"import os\nassert not {set(launch)} & set(os.environ)\n{QUICK_RUN}")
     words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
     assert parity.main([*words, "--", *TRAINING]) == 0
 
 
 def test_git_is_not_needed(tmp_path: Path, fake_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "fake.py").write_text(QUICK_RUN)
     words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
     assert parity.main([*words, "--", *TRAINING]) == 0
     assert json.loads((tmp_path / "out" / RESULTS_FILE).read_text())["commit"] is None
@@ -532,6 +537,7 @@ def test_the_commit_is_that_of_this_project(tmp_path: Path, fake_runs: None, mon
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "x"], check=True)
     theirs = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "fake.py").write_text(QUICK_RUN)
     words = ["--output-dir", str(tmp_path / "out"), "--levels", "bf16", "O3", "--seeds", "1"]
     assert parity.main([*words, "--", *TRAINING]) == 0
     assert json.loads((tmp_path / "out" / RESULTS_FILE).read_text())["commit"] != theirs
@@ -562,7 +568,7 @@ def test_a_file_that_changes_while_runs_train(
     """Later runs would read it."""
     file = tmp_path / "own.yaml"
     file.write_text("weight_decay: 0.2")
-    (tmp_path / "fake.py").write_text(f"{FAKE_RUN}\npathlib.Path({str(file)!r}).write_text('weight_decay: 0.3')")
+    (tmp_path / "fake.py").write_text(f"{QUICK_RUN}\npathlib.Path({str(file)!r}).write_text('weight_decay: 0.3')")
     levels = [word.replace("OWN", str(file)) for word in words] or ["--levels", "bf16", "O3"]
     training = TRAINING if words else [*TRAINING, "--config", str(file)]
     out = ["--output-dir", str(tmp_path / "out")]
