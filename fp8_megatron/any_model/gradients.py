@@ -10,7 +10,7 @@ a few kernels. ``p.grad`` is the parameter's slot of it:
   storage (`sharding.growing_grads`).
 
 ``p.grad`` is the truth about what the next step sees. If it is None, the parameter is not updated, and its next
-gradient starts anew. If it is another tensor, that tensor's values are taken.
+gradient starts anew. If it is another tensor, or has other memory (``p.grad.data = …``), those values are taken.
 """
 
 from __future__ import annotations
@@ -421,6 +421,7 @@ class PlainGrads(RecordableGrads):
         self._views = {grad.slot.offset: alone(grad.slot.slice(buffer.payload)) for grad in self.grads}
         for grad in self.grads:
             grad.tensor = self._views[grad.slot.offset]
+        self._addresses = [grad.tensor.data_ptr() for grad in self.grads]
         self._are_vectors = space.storage is StorageClass.VECTOR
         self._attach(takes_at_once=not self._are_vectors)
 
@@ -438,6 +439,14 @@ class PlainGrads(RecordableGrads):
             present.add_(grad)  # as autograd does
         else:
             super().accumulate_(own, grad)
+
+    def settle(self) -> list[bool]:
+        for own, address in zip(self.grads, self._addresses, strict=True):
+            if own.tensor.data_ptr() != address:  # ``p.grad.data = …``
+                value = own.tensor.data
+                own.tensor.data = alone(own.slot.slice(self.buffer.payload))
+                own.tensor.copy_(value)
+        return super().settle()
 
     def _take(self, owns: Sequence[ParamGrad]) -> None:
         grads = {own: own.param.grad for own in owns}

@@ -240,6 +240,44 @@ def test_what_users_write_is_what_the_step_sees() -> None:
     assert snr_db(dense(weight.grad), before + 0.25) > 29.0
 
 
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_a_gradient_that_is_exchanged_through_data_is_what_the_step_sees(level: str) -> None:
+    """``p.grad.data = …``: a first step with zeros moves nothing, and a second one what its gradient says."""
+    model, optimizer = build(level, gradient_accumulation_steps=1)
+    names = ["linear.weight", "norm.weight", "head.weight"]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    before = {name: model.get_parameter(name).detach().clone().float() for name in names}
+    backward(model)
+    clip_grad_norm_(model.parameters(), 1e9)  # moves gradients of vectors to their storage
+    for param in model.parameters():
+        param.grad.data = torch.zeros(param.shape)
+        assert not param.grad.any()
+    optimizer.step()
+    for name in names:
+        assert torch.equal(model.get_parameter(name).detach().float(), before[name]), name
+    for param in model.parameters():
+        param.grad.data = torch.ones(param.shape)
+    assert clip_grad_norm_(model.parameters(), 1e9).square() == pytest.approx(sum(p.numel() for p in model.parameters()))
+    optimizer.step()
+    for name in names:
+        moved = before[name] - model.get_parameter(name).detach().float()
+        assert moved.min() > 0.0, name
+    optimizer.zero_grad()
+    backward(model)
+    model.head.weight.grad.data = torch.ones(5, 48)
+    model.head.weight.grad = None  # and so it is in no norm
+    others = sum(dense(param.grad).square().sum() for param in model.parameters() if param.grad is not None)
+    assert clip_grad_norm_(model, 1e9).square() == pytest.approx(others.item(), rel=1e-3)
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    model, _ = build()
+    backward(model)
+    with pytest.raises(ValueError, match=r"a gradient \(48, 48\) cannot become \(3,\) through .data"):
+        model.linear.weight.grad.data = torch.zeros(3)
+
+
 def test_reading_a_gradient() -> None:
     model, _ = build()
     backward(model)
