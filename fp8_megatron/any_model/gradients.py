@@ -33,6 +33,19 @@ from ..sharding.partition import ParamSpace, Slot, StorageClass, alone
 from .grad_tensor import GradTensor
 
 
+def check_shape(name: str, now: torch.Size, before: torch.Size) -> None:
+    """Check that a parameter, or its gradient, has the shape that it had when the optimizer was built.
+
+    Raises:
+        UserError: it has another one, for which the flat storage has no place.
+    """
+    if now != before:
+        raise UserError(
+            f"{name} had the shape {tuple(before)} when the optimizer was built and has {tuple(now)}: change sizes "
+            f"(resize_token_embeddings) before initialize"
+        )
+
+
 class ParamGrad:
     """One parameter's gradient: its `main_grad`, and the source of its `GradTensor`.
 
@@ -113,12 +126,13 @@ class ParamGrad:
         """Make `grad` the parameter's ``grad``.
 
         Raises:
-            UserError: the parameter has another dtype, or is on another device, than its storage.
+            UserError: the parameter has another dtype or shape, or is on another device, than its storage.
         """
         try:
             self.param.grad = grad
         except RuntimeError as error:
             now, before = self.param, grad
+            check_shape(self.slot.name, now.shape, before.shape)
             if (now.dtype, now.device) == (before.dtype, before.device):
                 raise
             raise UserError(
@@ -160,6 +174,7 @@ class ParamGrad:
             raise ValueError(
                 f"the gradient of {self.slot.name} is {grad.layout}: use dense gradients (Embedding(sparse=False))"
             )
+        check_shape(self.slot.name, grad.shape, self.tensor.shape)
         self.space.forget(self.slot)
         self.space.add_(self.slot, grad.detach())
 
@@ -485,4 +500,5 @@ class PlainGrads(RecordableGrads):
 
 def _is_like(grad: Tensor, stored: Tensor) -> bool:
     """Whether `grad` is copied to `stored` without a conversion."""
-    return type(grad) is Tensor and grad.dtype == stored.dtype and grad.layout is stored.layout
+    is_plain = type(grad) is Tensor and grad.layout is stored.layout
+    return is_plain and grad.dtype == stored.dtype and grad.shape == stored.shape

@@ -124,10 +124,10 @@ def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: i
 
 
 def _check_model(model: object) -> None:
-    """Check that the model is neither wrapped nor initialised.
+    """Check that the model has all its parameters, and is neither wrapped nor initialised.
 
     Raises:
-        UserError: it is, or it is no module.
+        UserError: it has not or is, or it is no module.
     """
     if not isinstance(model, torch.nn.Module):
         kind = type(model).__name__
@@ -146,6 +146,8 @@ def _check_model(model: object) -> None:
             "wrap it (PyTorch Lightning wraps before configure_optimizers: call initialize in configure_model)"
         )
     for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise UserError(f"{name} has no shape yet: call the model once, so that its lazy layers see an input")
         if getattr(parameter, "main_grad", None) is not None:
             raise UserError(
                 f"{name} has an FP8 optimizer already: initialize is called once for a model; if it has several "

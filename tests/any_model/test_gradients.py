@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import re
 from typing import Any
 
 import pytest
@@ -258,7 +259,9 @@ def test_a_gradient_that_is_exchanged_through_data_is_what_the_step_sees(level: 
         assert torch.equal(model.get_parameter(name).detach().float(), before[name]), name
     for param in model.parameters():
         param.grad.data = torch.ones(param.shape)
-    assert clip_grad_norm_(model.parameters(), 1e9).square() == pytest.approx(sum(p.numel() for p in model.parameters()))
+    assert clip_grad_norm_(model.parameters(), 1e9).square() == pytest.approx(
+        sum(p.numel() for p in model.parameters())
+    )
     optimizer.step()
     for name in names:
         moved = before[name] - model.get_parameter(name).detach().float()
@@ -420,6 +423,39 @@ def test_a_model_that_is_converted_afterwards_is_named(level: str) -> None:
     with pytest.raises(UserError, match=r"was torch.float32 on cpu .* is torch.bfloat16 on cpu: convert or move the"):
         backward(model)
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("head.weight", (9, 48)),
+        ("head.weight", (3, 48)),
+        ("head.bias", (9,)),
+        ("norm.weight", (1,)),
+        ("linear.bias", (1,)),
+    ],
+)
+@pytest.mark.parametrize("reads", ["backward", "state_dict", "step"])
+def test_a_parameter_that_is_resized_afterwards_is_named(name: str, shape: tuple[int, ...], reads: str) -> None:
+    """As transformers' ``resize_token_embeddings`` does it, for which the flat storage has no place: the values would be
+    those of its neighbours."""
+    model, optimizer = build()
+    param = model.get_parameter(name)
+    own = tuple(param.shape)
+    if reads == "step":
+        backward(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    param.data = torch.full(shape, 7.0)
+    with pytest.raises(UserError, match=re.escape(f"{name} had the shape {own} when the optimizer was built and has")):
+        if reads == "backward":
+            param.square().sum().backward()
+            optimizer.step()
+        elif reads == "state_dict":
+            optimizer.state_dict()
+        else:
+            optimizer.step()
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items() if key != name)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

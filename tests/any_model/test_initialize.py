@@ -122,6 +122,10 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
             lambda model: fp8_megatron.initialize(model, torch.optim.AdamW([*model.parameters(), model[0].weight])),
             "the optimizer holds 0.weight twice",
         ),
+        (
+            lambda model: _with()(torch.nn.Sequential(model, torch.nn.LazyLinear(8))),
+            "1.weight has no shape yet: call the model once",
+        ),
         (_with(filter="lm_head"), r"filter\('lm_head'\) is not a function: give one of \(name, layer\)"),
         (_with(gradient_accumulation_steps=0), r"gradient_accumulation_steps\(0\) is less than 1: leave it out"),
         (
@@ -138,6 +142,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         "SGD",
         "wrapped",
         "a weight twice",
+        "lazy",
         "filter",
         "steps",
         "swapped",
