@@ -124,10 +124,10 @@ def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: i
 
 
 def _check_model(model: object) -> None:
-    """Check that the model has all its parameters, and is neither wrapped nor initialised.
+    """Check that the model is neither wrapped nor initialised, and that its parameters have shapes.
 
     Raises:
-        UserError: it has not or is, or it is no module.
+        UserError: it is, or a parameter has none, or it is no module.
     """
     if not isinstance(model, torch.nn.Module):
         kind = type(model).__name__
