@@ -23,14 +23,18 @@ def make_history() -> tuple[AmaxHistory, Recipe]:
 
 
 def make_grad(
-    recipe_scale: object, size: float = 1.0, seed: int = 0, shape: tuple[int, int] = SHAPE
+    recipe_scale: object,
+    size: float = 1.0,
+    seed: int = 0,
+    shape: tuple[int, int] = SHAPE,
+    device: torch.device = CPU,
 ) -> tuple[WeightGrad, Tensor]:
     """A gradient, and its value in FP64."""
     generator = torch.Generator().manual_seed(seed)
-    g = torch.randn(shape[0], TOKENS, generator=generator).to(E5M2)
-    x = torch.randn(shape[1], TOKENS, generator=generator).to(E4M3)
-    g_t = Quantized(g, None, torch.tensor([0.25 * size]), Format(E5M2))
-    x_t = Quantized(x, None, torch.tensor([0.5]), Format(E4M3))
+    g = torch.randn(shape[0], TOKENS, generator=generator).to(device, E5M2)
+    x = torch.randn(shape[1], TOKENS, generator=generator).to(device, E4M3)
+    g_t = Quantized(g, None, torch.tensor([0.25 * size], device=device), Format(E5M2))
+    x_t = Quantized(x, None, torch.tensor([0.5], device=device), Format(E4M3))
     exact = g.double() @ x.double().t() * (0.125 * size)
     return WeightGrad(g_t, x_t, torch.bfloat16, recipe_scale), exact  # type: ignore[arg-type]
 
@@ -68,6 +72,16 @@ def test_written_in_fp8_with_one_scale_and_the_rest_zero(size: float) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+        ),
+    ],
+)
+@pytest.mark.parametrize(
     ("shape", "expected"),
     [
         (SHAPE, slice(None)),
@@ -77,18 +91,19 @@ def test_written_in_fp8_with_one_scale_and_the_rest_zero(size: float) -> None:
     ],
 )
 def test_what_was_written_is_counted_in_a_sample_of_rows(
-    shape: tuple[int, int], expected: slice, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], expected: slice, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its GEMM has the sample's rows alone. A gradient that is known needs none."""
+    device = torch.device(kind)
     history, recipe = make_history()
     scale = recipe.linear_quantizers().weight_grad
-    history.allocate(CPU)
+    history.allocate(device)
     assert scale is not None
-    make_grad(scale, shape=shape)[0].wide()
+    make_grad(scale, shape=shape, device=device)[0].wide()
     history.update(None)
-    grad, exact = make_grad(scale, seed=1, shape=shape)
-    payload = torch.zeros(exact.numel() + 256, dtype=E4M3)
-    grad.write_fp8_(payload, torch.empty(payload.numel() // GRAD_BLOCK))
+    grad, exact = make_grad(scale, seed=1, shape=shape, device=device)
+    payload = torch.zeros(exact.numel() + 256, dtype=E4M3, device=device)
+    grad.write_fp8_(payload, torch.empty(payload.numel() // GRAD_BLOCK, device=device))
     wide, products = grad.wide(), []
 
     def seen(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
