@@ -87,8 +87,8 @@ class GradTensor(Decoded):
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape:
             raise ValueError(
-                f"a gradient {tuple(self.shape)} cannot become {tuple(value.shape)} through .data: give it the shape of "
-                f"its parameter"
+                f"a gradient {tuple(self.shape)} cannot become {tuple(value.shape)} through .data: give it its "
+                f"parameter's shape"
             )
         if not (isinstance(value, GradTensor) and value.source is self.source):
             with torch.no_grad():

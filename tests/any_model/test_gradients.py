@@ -437,8 +437,8 @@ def test_a_model_that_is_converted_afterwards_is_named(level: str) -> None:
 )
 @pytest.mark.parametrize("reads", ["backward", "state_dict", "step"])
 def test_a_parameter_that_is_resized_afterwards_is_named(name: str, shape: tuple[int, ...], reads: str) -> None:
-    """As transformers' ``resize_token_embeddings`` does it, for which the flat storage has no place: the values would be
-    those of its neighbours."""
+    """As by transformers' ``resize_token_embeddings``. The flat storage has no place for it: it would write into its
+    neighbours."""
     model, optimizer = build()
     param = model.get_parameter(name)
     own = tuple(param.shape)
