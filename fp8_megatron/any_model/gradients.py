@@ -436,7 +436,8 @@ class PlainGrads(RecordableGrads):
         self._views = {grad.slot.offset: alone(grad.slot.slice(buffer.payload)) for grad in self.grads}
         for grad in self.grads:
             grad.tensor = self._views[grad.slot.offset]
-        self._addresses = [grad.tensor.data_ptr() for grad in self.grads]
+        self._tensors = [grad.tensor for grad in self.grads]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._are_vectors = space.storage is StorageClass.VECTOR
         self._attach(takes_at_once=not self._are_vectors)
 
@@ -456,12 +457,17 @@ class PlainGrads(RecordableGrads):
             super().accumulate_(own, grad)
 
     def settle(self) -> list[bool]:
+        if [tensor.data_ptr() for tensor in self._tensors] != self._addresses:  # ``p.grad.data = …``
+            self._take_back()
+        return super().settle()
+
+    def _take_back(self) -> None:
+        """Copy gradients that were given other memory to their own."""
         for own, address in zip(self.grads, self._addresses, strict=True):
-            if own.tensor.data_ptr() != address:  # ``p.grad.data = …``
+            if own.tensor.data_ptr() != address:
                 value = own.tensor.data
                 own.tensor.data = alone(own.slot.slice(self.buffer.payload))
                 own.tensor.copy_(value)
-        return super().settle()
 
     def _take(self, owns: Sequence[ParamGrad]) -> None:
         grads = {own: own.param.grad for own in owns}
