@@ -14,6 +14,7 @@ from ..quantization.scaled_functions import written_by_collective
 from ..quantization.value_view import Decoded
 
 _aten = torch.ops.aten
+_DATA: Any = torch.Tensor.data  # the descriptor
 
 
 class GradSource(Protocol):
@@ -71,6 +72,27 @@ class GradTensor(Decoded):
         if source is None:
             raise RuntimeError("the parameter of this gradient is gone: keep p.grad.clone(), not p.grad")
         return source
+
+    @property
+    def data(self) -> Tensor:
+        """A view without autograd, as of any tensor. What is assigned is written: the gradient keeps its storage.
+
+        Raises:
+            ValueError: what is assigned has another shape.
+        """
+        view: Tensor = _DATA.__get__(self)
+        return view
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise ValueError(
+                f"a gradient {tuple(self.shape)} cannot become {tuple(value.shape)} through .data: give it its "
+                f"parameter's shape"
+            )
+        if not (isinstance(value, GradTensor) and value.source is self.source):
+            with torch.no_grad():
+                self.copy_(value)
 
     def dense(self) -> Tensor:
         """The gradient as a plain tensor (a copy)."""

@@ -10,7 +10,7 @@ a few kernels. ``p.grad`` is the parameter's slot of it:
   storage (`sharding.growing_grads`).
 
 ``p.grad`` is the truth about what the next step sees. If it is None, the parameter is not updated, and its next
-gradient starts anew. If it is another tensor, that tensor's values are taken.
+gradient starts anew. If it is another tensor, or has other memory (``p.grad.data = …``), those values are taken.
 """
 
 from __future__ import annotations
@@ -31,6 +31,19 @@ from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
 from ..sharding.partition import ParamSpace, Slot, StorageClass, alone
 from .grad_tensor import GradTensor
+
+
+def check_shape(name: str, now: torch.Size, before: torch.Size) -> None:
+    """Check that a parameter, or its gradient, has the shape that it had when the optimizer was built.
+
+    Raises:
+        UserError: it has another one, for which the flat storage has no place.
+    """
+    if now != before:
+        raise UserError(
+            f"{name} had the shape {tuple(before)} when the optimizer was built and has {tuple(now)}: change sizes "
+            f"(resize_token_embeddings) before initialize"
+        )
 
 
 class ParamGrad:
@@ -113,12 +126,13 @@ class ParamGrad:
         """Make `grad` the parameter's ``grad``.
 
         Raises:
-            UserError: the parameter has another dtype, or is on another device, than its storage.
+            UserError: the parameter has another dtype or shape, or is on another device, than its storage.
         """
         try:
             self.param.grad = grad
         except RuntimeError as error:
             now, before = self.param, grad
+            check_shape(self.slot.name, now.shape, before.shape)
             if (now.dtype, now.device) == (before.dtype, before.device):
                 raise
             raise UserError(
@@ -160,6 +174,7 @@ class ParamGrad:
             raise ValueError(
                 f"the gradient of {self.slot.name} is {grad.layout}: use dense gradients (Embedding(sparse=False))"
             )
+        check_shape(self.slot.name, grad.shape, self.tensor.shape)
         self.space.forget(self.slot)
         self.space.add_(self.slot, grad.detach())
 
@@ -421,6 +436,8 @@ class PlainGrads(RecordableGrads):
         self._views = {grad.slot.offset: alone(grad.slot.slice(buffer.payload)) for grad in self.grads}
         for grad in self.grads:
             grad.tensor = self._views[grad.slot.offset]
+        self._tensors = [grad.tensor for grad in self.grads]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._are_vectors = space.storage is StorageClass.VECTOR
         self._attach(takes_at_once=not self._are_vectors)
 
@@ -438,6 +455,19 @@ class PlainGrads(RecordableGrads):
             present.add_(grad)  # as autograd does
         else:
             super().accumulate_(own, grad)
+
+    def settle(self) -> list[bool]:
+        if [tensor.data_ptr() for tensor in self._tensors] != self._addresses:  # ``p.grad.data = …``
+            self._take_back()
+        return super().settle()
+
+    def _take_back(self) -> None:
+        """Copy gradients that were given other memory to their own."""
+        for own, address in zip(self.grads, self._addresses, strict=True):
+            if own.tensor.data_ptr() != address:
+                value = own.tensor.data
+                own.tensor.data = alone(own.slot.slice(self.buffer.payload))
+                own.tensor.copy_(value)
 
     def _take(self, owns: Sequence[ParamGrad]) -> None:
         grads = {own: own.param.grad for own in owns}
@@ -476,4 +506,5 @@ class PlainGrads(RecordableGrads):
 
 def _is_like(grad: Tensor, stored: Tensor) -> bool:
     """Whether `grad` is copied to `stored` without a conversion."""
-    return type(grad) is Tensor and grad.dtype == stored.dtype and grad.layout is stored.layout
+    is_plain = type(grad) is Tensor and grad.layout is stored.layout
+    return is_plain and grad.dtype == stored.dtype and grad.shape == stored.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -87,6 +87,7 @@ def initialize(
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         check_params(group, names)
+    _check_memory(names, {parameter for group in optimizer.param_groups for parameter in group["params"]})
     replaced = replace_linears(
         model,
         recipe=recipe,
@@ -123,10 +124,10 @@ def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: i
 
 
 def _check_model(model: object) -> None:
-    """Check that the model is neither wrapped nor initialised.
+    """Check that the model is neither wrapped nor initialised, and that its parameters have shapes.
 
     Raises:
-        UserError: it is, or it is no module.
+        UserError: it is, or a parameter has none, or it is no module.
     """
     if not isinstance(model, torch.nn.Module):
         kind = type(model).__name__
@@ -145,10 +146,31 @@ def _check_model(model: object) -> None:
             "wrap it (PyTorch Lightning wraps before configure_optimizers: call initialize in configure_model)"
         )
     for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise UserError(f"{name} has no shape yet: call the model once, so that its lazy layers see an input")
         if getattr(parameter, "main_grad", None) is not None:
             raise UserError(
                 f"{name} has an FP8 optimizer already: initialize is called once for a model; if it has several "
                 f"optimizers, give each its own part, initialize(model.part, optimizer)"
+            )
+
+
+def _check_memory(names: Mapping[torch.nn.Parameter, str], optimized: Container[torch.nn.Parameter]) -> None:
+    """Check that no trained parameter shares its memory with another one, as after ``b.data = a.data``.
+
+    Raises:
+        UserError: two do. Each would have memory of its own, and they would drift apart.
+    """
+    at: dict[tuple[torch.device, int], torch.nn.Parameter] = {}
+    for parameter, name in names.items():
+        if type(parameter) is not torch.nn.Parameter or parameter.is_meta or not parameter.numel():
+            continue
+        other = at.setdefault((parameter.device, parameter.data_ptr()), parameter)
+        if other is not parameter and any(one.requires_grad and one in optimized for one in (parameter, other)):
+            raise UserError(
+                f"{names[other]} and {name} are two parameters in one memory, and training would separate them: make "
+                f"them one parameter (b.weight = a.weight in place of b.weight.data = a.weight.data), or give each its "
+                f"own memory (.clone())"
             )
 
 

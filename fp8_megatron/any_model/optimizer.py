@@ -38,7 +38,7 @@ from ..sharding.grad_buffer import LocalGradBuffer
 from ..sharding.partition import ParamSpace, Slot, StorageClass, alone, partition
 from ..sharding.storage import ModelStorage
 from .data_parallel import Replication
-from .gradients import LinearGrads, PlainGrads, SpaceGrads
+from .gradients import LinearGrads, PlainGrads, SpaceGrads, check_shape
 from .space import ModelSpace, publish, value_of
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
@@ -507,6 +507,7 @@ class FP8Optimizer(torch.optim.Optimizer):
                     f"{slot.name} was {space.space.dtype} on {space.space.device} when the optimizer was built and "
                     f"is {param.dtype} on {param.device}: convert or move the model before initialize"
                 )
+            check_shape(slot.name, param.shape, space.shapes[index])
             value = param.detach()
             if param.data_ptr() != seen[0]:
                 param.data = alone(slot.slice(space.state.weight.payload))

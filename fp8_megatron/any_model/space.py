@@ -22,12 +22,17 @@ class ModelSpace:
     Attributes:
         group: the user's param group, read at every step.
         seen: by slot, the memory and the version of a plain parameter when its value was last the master's.
+        shapes: by slot, of the parameter when the space was built.
     """
 
     grads: SpaceGrads
     state: SpaceState
     group: dict[str, Any]
     seen: list[tuple[int, int]] = field(default_factory=list)
+    shapes: list[torch.Size] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shapes = [slot.param.shape for slot in self.space.slots]
 
     @property
     def space(self) -> ParamSpace:

@@ -166,7 +166,8 @@ class FP8LayerNormLinear(FP8TELinear):
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.to(dtype)
-        if torch.compiler.is_compiling() or not self.weight.requires_grad or not x.numel():
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling or self.scales_grad_rows or not self.weight.requires_grad or not x.numel():
             return super()._multiply(self._normed(x), dtype)
         norm = self.norm.params(self.layer_norm_weight, self.layer_norm_bias)
         linear = LinearParams(self.weight, self.added_bias, self.quantizers_now)

@@ -762,11 +762,11 @@ def update_amax_history_(
     )
 
 
-def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
+def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor, *, is_sample: bool = False) -> None:
     """`scales.reference.count_underflow_`: adds to int64 [2], in place."""
     assert value.ndim == 1 and payload.shape == value.shape and payload.dtype in FP8_DTYPES, (value, payload)
     assert counts.dtype == torch.int64 and counts.shape == (2,), (counts.dtype, counts.shape)
-    _OPS.count_underflow_(value, payload, counts)
+    _OPS.count_underflow_(value, payload, counts, is_sample)
 
 
 def measure_cast_(value: Tensor, payload: Tensor, scales: Tensor, statistics: Tensor) -> None:

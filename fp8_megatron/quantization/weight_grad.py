@@ -12,13 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import CLAMPED_ABOVE, E4M3
+from ..formats import CLAMPED_ABOVE, E4M3, FP8_GEMM_MULTIPLE
 from ..kernels import ops
 from .amax_history import AmaxHistory
 from .operand import Quantized, multiply, multiply_into_
 
-#: From this many elements on, clamped ones are counted in a sample.
+#: From this many elements on, what the cast to FP8 did is counted in a sample of rows.
 _SAMPLED_FROM = 2**20
+#: The sample is every 16th row; in a matrix of few rows it is as many rows as a GEMM takes.
+_SAMPLE_EVERY = 16
 
 
 class DelayedGradScale(NamedTuple):
@@ -85,17 +87,36 @@ class WeightGrad(NamedTuple):
         """Whether `write_fp8_` is available."""
         return self.scale is not None and self.scale.history.is_warm
 
-    def count_clamped(self, wide: Tensor) -> Tensor:
-        """How many elements `write_fp8_` clamps: int64 [2], elements looked at and clamped ones. No host sync.
+    def sample(self, payload: Tensor, wide: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """An even sample of rows, and what `write_fp8_` has written of them to `payload`; both [n, K].
 
-        From `_SAMPLED_FROM` elements on, 128 of every 2,048 are looked at.
+        It has every 16th row, or at least 16 rows; all rows below 2²⁰ elements. It takes a second GEMM, of these rows.
 
         Args:
-            wide: this gradient in 16 bits, flat [N·K].
+            wide: the gradient, if it is known: then there is no GEMM.
+        """
+        numel, count = self.shape.numel(), self.shape[0]
+        step = 1 if numel < _SAMPLED_FROM else max(1, min(_SAMPLE_EVERY, count // FP8_GEMM_MULTIPLE))
+        # The rows of some GEMMs are multiples of that.
+        whole = count if step == 1 else count // (step * FP8_GEMM_MULTIPLE) * (step * FP8_GEMM_MULTIPLE)
+        rows = slice(0, whole, step)
+        wide = self.total if wide is None else wide.view(self.shape)
+        if wide is None:
+            g_t = self.g_t.rows(rows)
+            g_t.payload = g_t.payload.contiguous()
+            chosen = multiply(g_t, self.x_t, self.dtype)
+        else:
+            chosen = wide[rows].contiguous()
+        return chosen, payload[:numel].view(self.shape)[rows].contiguous()
+
+    def count_clamped(self, wide: Tensor) -> Tensor:
+        """How many of some elements `write_fp8_` clamps: int64 [2], their number and that of the clamped ones. No host
+        sync.
+
+        Args:
+            wide: elements of this gradient in 16 or 32 bits, any shape.
         """
         assert self.scale is not None
-        if wide.numel() >= _SAMPLED_FROM:
-            wide = wide[: wide.numel() // 2048 * 2048].view(-1, 2048)[:, :128]
         limit = self.scale.history.scale_of(self.scale.slot) * CLAMPED_ABOVE[E4M3]
         clamped = (wide.abs() > limit).sum()
         return torch.stack([torch.full_like(clamped, wide.numel()), clamped])

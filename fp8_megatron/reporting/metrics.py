@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
@@ -153,7 +153,7 @@ class MetricsLogger:
         self._send(metrics.scalars(), metrics.iteration)
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._total_iterations
         if due or first or not math.isfinite(metrics.loss):
-            logger.info("%s", self._step_line(metrics))
+            logger.info("%s", self._step_line(self._history.typical(metrics)))
         if self._progress is not None:
             self._progress.update(self._steps_to(metrics.iteration), metrics.loss)
 
@@ -297,6 +297,8 @@ class _RunHistory:
         self._step_seconds: deque[float] = deque(maxlen=_ETA_STEPS)
         self._step_samples: deque[int] = deque(maxlen=_ETA_STEPS)
         self._tokens_per_second = array("d")
+        #: Steps of this session up to the last line.
+        self._line_at = 0
         self._tflops = array("d")
         self._peak_memory_gib = 0.0
         self._started = time.monotonic()
@@ -329,6 +331,21 @@ class _RunHistory:
         self._tokens_per_second.append(metrics.tokens_per_second_per_gpu)
         self._tflops.append(metrics.tflops_per_gpu)
         self._peak_memory_gib = max(self._peak_memory_gib, metrics.peak_memory_gib)
+
+    def typical(self, metrics: StepMetrics) -> StepMetrics:
+        """`metrics` with the median speed of the steps since the last call.
+
+        Lines come on steps that measure more than others, so their own speed is below the others'.
+        """
+        since, self._line_at = self._line_at, self.num_session_steps
+        rate = median(self._tokens_per_second[since:])
+        factor = rate / metrics.tokens_per_second_per_gpu
+        return replace(
+            metrics,
+            tokens_per_second_per_gpu=rate,
+            tflops_per_gpu=metrics.tflops_per_gpu * factor,
+            mfu=None if metrics.mfu is None else metrics.mfu * factor,
+        )
 
     def seconds_per_step(self) -> float:
         return fmean(self._step_seconds)

@@ -143,14 +143,26 @@ class GradBuffer(ABC):
         else:
             ops.quantize_blockwise_(grad, payload, scales)
         if self.underflow is not None:
-            # While underflow is measured, a gradient that writes itself takes a second GEMM.
-            flat = grad.wide().view(-1) if isinstance(grad, WeightGrad) else grad
-            ops.count_underflow_(flat, payload[: flat.numel()], self.underflow)
-            if isinstance(grad, WeightGrad) and self.clamped is not None:
-                self.clamped += grad.count_clamped(flat)
-            probe = self.probes.get(slot.offset)
-            if probe is not None and probe.is_due:
-                probe.measure_blocks(flat, payload, scales)
+            self._measure(slot, grad, payload, scales)
+
+    def _measure(self, slot: Slot, grad: Tensor | WeightGrad, payload: Tensor, scales: Tensor) -> None:
+        """Count what the cast of `grad` to `payload` made zero or clamped. A probe that is due measures all of it."""
+        assert self.underflow is not None and self.clamped is not None
+        probe = self.probes.get(slot.offset)
+        if probe is not None and not probe.is_due:
+            probe = None
+        wide: Tensor | None
+        if isinstance(grad, WeightGrad):
+            # A gradient that wrote itself is nowhere in 16 bits: a second GEMM makes all of it, or a sample of rows.
+            wide = None if probe is None else grad.wide()
+            rows, written = grad.sample(payload, wide)
+            ops.count_underflow_(rows.view(-1), written.view(-1), self.underflow, is_sample=True)
+            self.clamped += grad.count_clamped(rows)
+        else:
+            wide = grad
+            ops.count_underflow_(grad, payload[: grad.numel()], self.underflow)
+        if probe is not None and wide is not None:
+            probe.measure_blocks(wide.view(-1), payload, scales)
 
 
 class LocalGradBuffer(GradBuffer):

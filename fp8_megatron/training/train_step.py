@@ -39,7 +39,7 @@ def train_step(
     Args:
         stop: what this rank asks to stop for, if anything. The collective that sums the loss shares it with all ranks.
         num_micro_batches: of this step; None: as many as `state` was built for. The batch may grow up to those.
-        measures_underflow: count weight-gradient elements that the cast to FP8 makes zero (one more pass over them).
+        measures_underflow: count weight-gradient elements that the cast to FP8 makes zero, in a sample of large ones.
         samples_casts: measure every cast of the first micro-batch, with `state.sampler`; also measures underflow.
         graph: from `step_graph`; it runs forward, backward and the reduction of gradients.
         before_update: called between the gradients and the update.

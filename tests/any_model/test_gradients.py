@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import re
 from typing import Any
 
 import pytest
@@ -240,6 +241,46 @@ def test_what_users_write_is_what_the_step_sees() -> None:
     assert snr_db(dense(weight.grad), before + 0.25) > 29.0
 
 
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_a_gradient_that_is_exchanged_through_data_is_what_the_step_sees(level: str) -> None:
+    """``p.grad.data = …``: a first step with zeros moves nothing, and a second one what its gradient says."""
+    model, optimizer = build(level, gradient_accumulation_steps=1)
+    names = ["linear.weight", "norm.weight", "head.weight"]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    before = {name: model.get_parameter(name).detach().clone().float() for name in names}
+    backward(model)
+    clip_grad_norm_(model.parameters(), 1e9)  # moves gradients of vectors to their storage
+    for param in model.parameters():
+        param.grad.data = torch.zeros(param.shape)
+        assert not param.grad.any()
+    optimizer.step()
+    for name in names:
+        assert torch.equal(model.get_parameter(name).detach().float(), before[name]), name
+    for param in model.parameters():
+        param.grad.data = torch.ones(param.shape)
+    assert clip_grad_norm_(model.parameters(), 1e9).square() == pytest.approx(
+        sum(p.numel() for p in model.parameters())
+    )
+    optimizer.step()
+    for name in names:
+        moved = before[name] - model.get_parameter(name).detach().float()
+        assert moved.min() > 0.0, name
+    optimizer.zero_grad()
+    backward(model)
+    model.head.weight.grad.data = torch.ones(5, 48)
+    model.head.weight.grad = None  # and so it is in no norm
+    others = sum(dense(param.grad).square().sum() for param in model.parameters() if param.grad is not None)
+    assert clip_grad_norm_(model, 1e9).square() == pytest.approx(others.item(), rel=1e-3)
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    model, _ = build()
+    backward(model)
+    with pytest.raises(ValueError, match=r"a gradient \(48, 48\) cannot become \(3,\) through .data"):
+        model.linear.weight.grad.data = torch.zeros(3)
+
+
 def test_reading_a_gradient() -> None:
     model, _ = build()
     backward(model)
@@ -382,6 +423,39 @@ def test_a_model_that_is_converted_afterwards_is_named(level: str) -> None:
     with pytest.raises(UserError, match=r"was torch.float32 on cpu .* is torch.bfloat16 on cpu: convert or move the"):
         backward(model)
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("head.weight", (9, 48)),
+        ("head.weight", (3, 48)),
+        ("head.bias", (9,)),
+        ("norm.weight", (1,)),
+        ("linear.bias", (1,)),
+    ],
+)
+@pytest.mark.parametrize("reads", ["backward", "state_dict", "step"])
+def test_a_parameter_that_is_resized_afterwards_is_named(name: str, shape: tuple[int, ...], reads: str) -> None:
+    """As by transformers' ``resize_token_embeddings``. The flat storage has no place for it: it would write into its
+    neighbours."""
+    model, optimizer = build()
+    param = model.get_parameter(name)
+    own = tuple(param.shape)
+    if reads == "step":
+        backward(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    param.data = torch.full(shape, 7.0)
+    with pytest.raises(UserError, match=re.escape(f"{name} had the shape {own} when the optimizer was built and has")):
+        if reads == "backward":
+            param.square().sum().backward()
+            optimizer.step()
+        elif reads == "state_dict":
+            optimizer.state_dict()
+        else:
+            optimizer.step()
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items() if key != name)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

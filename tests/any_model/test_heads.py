@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
 import fp8_megatron
@@ -14,7 +16,9 @@ import tests.any_model.test_fsdp_optimizer as sharded
 from fp8_megatron.any_model.heads import language_heads
 from fp8_megatron.errors import UserError
 from fp8_megatron.nn.module import FP8Linear
+from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool, on_default_group
+from tests.nn import test_row_scaled as row_scaled
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,10 +66,88 @@ def initialized(model: torch.nn.Module, level: str = "O2", **arguments: object):
     return fp8_megatron.initialize(model, optimizer, opt_level=level, **arguments)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "output", "output_layer", "embed_out", "head"])
+@pytest.mark.parametrize(
+    "name",
+    "lm_head head ctc_head to_logits classifier decoder embed_out output output_layer output_projection proj_out score "
+    "unembed".split(),
+)
 def test_a_head_is_known_by_its_name(name: str) -> None:
     model, _ = initialized(Named(name))
     assert scaled_by_rows(model) == [name]
+
+
+def test_a_language_models_head_may_be_narrow() -> None:
+    """A vocabulary of bytes."""
+    assert scaled_by_rows(initialized(Named("lm_head", classes=WIDTH // 2))[0]) == ["lm_head"]
+    assert scaled_by_rows(initialized(Named("score", classes=WIDTH // 2))[0]) == []
+
+
+class Sharing(torch.nn.Module):
+    """Layers that share one weight, of which `forward` calls the one that it is told to."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.empty(row_scaled.CLASSES, row_scaled.WIDTH).uniform_(-0.1, 0.1).bfloat16())
+        for name in names:
+            layer = torch.nn.Linear(row_scaled.WIDTH, row_scaled.CLASSES, bias=False, device="meta")
+            layer.weight = weight
+            self.add_module(name, layer)
+
+
+@pytest.mark.parametrize("called", ["next_token", "lm_head"])
+def test_the_sum_of_gradients_of_a_shared_weight_has_no_bias(called: str) -> None:
+    model = Sharing("next_token", "lm_head")
+    fp8_megatron.replace_linears(model)
+    layer = model.get_submodule(called)
+    assert isinstance(layer, FP8Linear) and layer.weight is model.lm_head.weight
+    x, labels = row_scaled._likely(layer)
+    grad, grad_input = row_scaled._gradients(layer, x, labels)
+    of_input, of_weight = row_scaled._exact(layer, x, grad)
+    # As tests/nn/test_row_scaled.py: 2.3% and 13 dB less with one scale for all tokens.
+    assert abs(row_scaled._bias_percent(layer, x, grad, of_weight)) < 0.1
+    assert snr_db(grad_input, of_input) > 45 and snr_db(layer.weight.grad, of_weight) > 31
+
+
+def test_layers_with_a_heads_weight_are_heads() -> None:
+    model = Sharing("next_token", "lm_head", "after_next")
+    model.other = torch.nn.Linear(row_scaled.WIDTH, row_scaled.CLASSES)
+    model, _ = initialized(model)
+    assert scaled_by_rows(model) == ["next_token", "lm_head", "after_next"]
+
+
+def test_a_head_is_known_by_any_of_its_names() -> None:
+    """`named_modules` has the first one alone."""
+    model = torch.nn.Module()
+    model.decode = torch.nn.Module()
+    model.decode.last = torch.nn.Linear(WIDTH, VOCABULARY)
+    model.lm_head = model.decode.last
+    model, _ = initialized(model)
+    assert scaled_by_rows(model) == ["decode.last"]
+
+
+def linear() -> torch.nn.Linear:
+    return torch.nn.Linear(WIDTH, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "heads"),
+    [
+        ("mtp_heads", lambda: torch.nn.ModuleList([linear(), linear()]), ["mtp_heads.0", "mtp_heads.1"]),
+        ("lm_head", lambda: torch.nn.Sequential(linear(), torch.nn.LogSoftmax(-1)), ["lm_head.0"]),
+        ("head", lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.BatchNorm1d(4 * WIDTH)), []),
+        ("decoder", lambda: torch.nn.Sequential(torch.nn.GELU(), linear()), []),  # of an autoencoder
+        ("lm_head", lambda: torch.compile(linear(), backend="eager"), ["lm_head._orig_mod"]),
+        ("lm_head", lambda: checkpoint_wrapper(linear()), ["lm_head._checkpoint_wrapped_module"]),
+    ],
+    ids=["list", "sequence", "sequence of another end", "decoder", "compiled", "checkpointed"],
+)
+def test_a_head_inside_of_another_module(name: str, made: Callable[[], torch.nn.Module], heads: list[str]) -> None:
+    model = torch.nn.Module()
+    model.body = torch.nn.Linear(WIDTH, WIDTH)
+    model.add_module(name, made())
+    model, _ = initialized(model)
+    assert scaled_by_rows(model) == heads
 
 
 def test_a_head_is_what_transformers_says() -> None:
@@ -73,6 +155,50 @@ def test_a_head_is_what_transformers_says() -> None:
     assert language_heads(model) == {model.lm_head}
     model, _ = initialized(model)
     assert scaled_by_rows(model) == ["lm_head"]
+
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": False,
+}
+BRANCHES = {
+    f"{branch}_{key}": value
+    for branch in ("encoder", "decoder")
+    for key, value in {"layers": 1, "ffn_dim": 128, "attention_heads": 4}.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "head"),
+    [
+        ("BertForMaskedLM", {}, "cls.predictions.decoder"),
+        ("RobertaForMaskedLM", {}, "lm_head.decoder"),
+        ("LlamaForSequenceClassification", {"num_labels": 32}, None),
+        ("T5ForConditionalGeneration", {"d_model": WIDTH, "d_ff": 128, "num_layers": 1, "num_heads": 4}, "lm_head"),
+        ("WhisperForConditionalGeneration", {**BRANCHES, "d_model": WIDTH, "pad_token_id": 0}, "proj_out"),
+        ("LlavaForConditionalGeneration", {}, "lm_head"),
+        ("EncoderDecoderModel", {}, "decoder.cls.predictions.decoder"),
+    ],
+)
+def test_heads_of_transformers_classes(name: str, sizes: dict[str, object], head: str | None) -> None:
+    kind = getattr(transformers, name)
+    if kind is transformers.LlavaForConditionalGeneration:
+        config = kind.config_class(
+            text_config=transformers.LlamaConfig(**SIZES),
+            vision_config=transformers.CLIPVisionConfig(**SIZES, image_size=32, patch_size=16),
+        )
+    elif kind is transformers.EncoderDecoderModel:
+        config = transformers.BertConfig(**SIZES)
+        config = kind.config_class.from_encoder_decoder_configs(config, config)
+    else:
+        config = kind.config_class(**{**SIZES, **sizes})
+    config.tie_word_embeddings = False
+    model, _ = initialized(kind(config))
+    assert scaled_by_rows(model) == ([] if head is None else [head])
 
 
 def test_a_head_may_be_a_list() -> None:

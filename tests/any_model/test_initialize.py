@@ -53,6 +53,21 @@ def test_a_plain_loop_trains(level: str) -> None:
     assert optimizer.num_skipped_steps == 0
 
 
+@pytest.mark.parametrize(("first", "second"), [("0", "4"), ("1", "5")], ids=["linear", "norm"])
+def test_two_parameters_in_one_memory_are_refused(first: str, second: str) -> None:
+    """torch trains both in that memory. Here each would get memory of its own."""
+    model = torch.nn.Sequential(*build_model(), torch.nn.Linear(32, 64), torch.nn.LayerNorm(64))
+    one, other = model.get_submodule(first).weight, model.get_submodule(second).weight
+    other.data = one.data
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UserError, match=rf"{first}.weight and {second}.weight are two parameters in one memory"):
+        fp8_megatron.initialize(model, optimizer)
+    assert not isinstance(model[0], FP8Linear)
+    for parameter in (one, other):  # nobody trains them, so they stay alike
+        parameter.requires_grad_(False)
+    fp8_megatron.initialize(model, optimizer)
+
+
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_weights_are_stored_as_the_level_says(level: str) -> None:
     model = build_model()
@@ -107,6 +122,10 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
             lambda model: fp8_megatron.initialize(model, torch.optim.AdamW([*model.parameters(), model[0].weight])),
             "the optimizer holds 0.weight twice",
         ),
+        (
+            lambda model: _with()(torch.nn.Sequential(model, torch.nn.LazyLinear(8))),
+            "1.weight has no shape yet: call the model once",
+        ),
         (_with(filter="lm_head"), r"filter\('lm_head'\) is not a function: give one of \(name, layer\)"),
         (_with(gradient_accumulation_steps=0), r"gradient_accumulation_steps\(0\) is less than 1: leave it out"),
         (
@@ -123,6 +142,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         "SGD",
         "wrapped",
         "a weight twice",
+        "lazy",
         "filter",
         "steps",
         "swapped",

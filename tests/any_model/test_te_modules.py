@@ -371,7 +371,24 @@ def test_a_linear_layer_with_a_heads_name_is_a_head() -> None:
             "head": Linear(128, 128),
             "up": Linear(128, 256),
             "output": LayerNormLinear(128, 256),
+            "query": LayerNormLinear(128, 256),
         }
     )
     replace_linears(model)
-    assert [name for name, layer in model.items() if layer.scales_grad_rows] == ["lm_head"]
+    assert [name for name, layer in model.items() if layer.scales_grad_rows] == ["lm_head", "output"]
+
+
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+def test_gradients_of_a_heads_tokens_have_scales_of_their_own(kind: Any) -> None:
+    """Every second token's gradient is 2⁻⁴⁰ of the others'. With one scale it is zero: E5M2's range is 2³²."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"lm_head": kind(64, 128)})
+    exact = copy.deepcopy(model).double()
+    replace_linears(model)
+    x, grad = torch.randn(64, 64), torch.randn(64, 128)
+    grad[::2] *= 2.0**-40
+    inputs = []
+    for one, dtype in ((model, torch.float32), (exact, torch.float64)):
+        inputs.append(x.to(dtype, copy=True).requires_grad_())
+        one["lm_head"](inputs[-1]).backward(grad.to(dtype))
+    assert snr_db(inputs[0].grad[::2], inputs[1].grad[::2]) > 20.0

@@ -177,7 +177,9 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), one.clone(), 4, math.inf),
             (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), one.clone(), 1, 0.0),
         ],
-        "count_underflow_": [(torch.rand(N), _fp8(1, N)[0], torch.zeros(2, dtype=torch.int64))],
+        "count_underflow_": [
+            (torch.rand(N), _fp8(1, N)[0], torch.zeros(2, dtype=torch.int64), is_sample) for is_sample in (False, True)
+        ],
         "measure_cast_": [(x, _fp8(T, K), torch.rand(T, 1), torch.zeros(64, dtype=torch.float64))],
         "quantize_blocks": [(x, E4M3, True, True, True, False), (x, E5M2, False, True, False, True)],
         "quantize_tiles": [(x, E4M3, True, True, False), (x, E4M3, False, True, True)],

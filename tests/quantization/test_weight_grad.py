@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, MAX_FINITE
 from fp8_megatron.quantization.amax_history import AmaxHistory
-from fp8_megatron.quantization.operand import Format, Quantized
+from fp8_megatron.quantization.operand import Format, Quantized, multiply
 from fp8_megatron.quantization.recipe import WEIGHT_GRAD_HEADROOM, Recipe
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
@@ -22,13 +22,19 @@ def make_history() -> tuple[AmaxHistory, Recipe]:
     return history, Recipe("delayed", False, history, delays_weight_grads=True)
 
 
-def make_grad(recipe_scale: object, size: float = 1.0, seed: int = 0) -> tuple[WeightGrad, Tensor]:
+def make_grad(
+    recipe_scale: object,
+    size: float = 1.0,
+    seed: int = 0,
+    shape: tuple[int, int] = SHAPE,
+    device: torch.device = CPU,
+) -> tuple[WeightGrad, Tensor]:
     """A gradient, and its value in FP64."""
     generator = torch.Generator().manual_seed(seed)
-    g = torch.randn(SHAPE[0], TOKENS, generator=generator).to(E5M2)
-    x = torch.randn(SHAPE[1], TOKENS, generator=generator).to(E4M3)
-    g_t = Quantized(g, None, torch.tensor([0.25 * size]), Format(E5M2))
-    x_t = Quantized(x, None, torch.tensor([0.5]), Format(E4M3))
+    g = torch.randn(shape[0], TOKENS, generator=generator).to(device, E5M2)
+    x = torch.randn(shape[1], TOKENS, generator=generator).to(device, E4M3)
+    g_t = Quantized(g, None, torch.tensor([0.25 * size], device=device), Format(E5M2))
+    x_t = Quantized(x, None, torch.tensor([0.5], device=device), Format(E4M3))
     exact = g.double() @ x.double().t() * (0.125 * size)
     return WeightGrad(g_t, x_t, torch.bfloat16, recipe_scale), exact  # type: ignore[arg-type]
 
@@ -63,6 +69,54 @@ def test_written_in_fp8_with_one_scale_and_the_rest_zero(size: float) -> None:
     numel = exact.numel()
     assert snr_db(exact.view(-1), payload[:numel].float() * scales[0]) > 30.5
     assert not payload[numel:].float().any()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (SHAPE, slice(None)),
+        ((2048, 512), slice(0, None, 16)),
+        ((2576, 512), slice(0, 2560, 16)),  # the 161st row is no multiple of 16 rows
+        ((128, 8192), slice(0, None, 8)),
+    ],
+)
+def test_what_was_written_is_counted_in_a_sample_of_rows(
+    shape: tuple[int, int], expected: slice, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GEMM has the sample's rows alone. A gradient that is known needs none."""
+    device = torch.device(kind)
+    history, recipe = make_history()
+    scale = recipe.linear_quantizers().weight_grad
+    history.allocate(device)
+    assert scale is not None
+    make_grad(scale, shape=shape, device=device)[0].wide()
+    history.update(None)
+    grad, exact = make_grad(scale, seed=1, shape=shape, device=device)
+    payload = torch.zeros(exact.numel() + 256, dtype=E4M3, device=device)
+    grad.write_fp8_(payload, torch.empty(payload.numel() // GRAD_BLOCK, device=device))
+    wide, products = grad.wide(), []
+
+    def seen(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+        products.append(multiply(a, b, dtype))
+        return products[-1]
+
+    monkeypatch.setattr("fp8_megatron.quantization.weight_grad.multiply", seen)
+    for known in (None, wide.view(-1)):
+        rows, written = grad.sample(payload, known)
+        torch.testing.assert_close(rows, wide[expected])
+        assert torch.equal(written.float(), payload[: exact.numel()].view(shape)[expected].float())
+        assert rows.is_contiguous() and written.is_contiguous() and rows.shape[0] % 16 == 0
+    assert [product.shape for product in products] == [rows.shape]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import re
 import sys
 import time
 import types
@@ -73,6 +74,21 @@ def test_every_step_is_a_line_at_once(tmp_path: Path) -> None:
         "loss": 2.0,
         "perplexity": pytest.approx(math.e**2),
     }
+
+
+def test_a_line_has_the_median_speed_of_its_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The logged step itself is slower, since it measures more. metrics.jsonl has every step's own speed."""
+    caplog.set_level("INFO")
+    with open_logger(tmp_path, peak_flops=100e12) as metrics_logger:
+        for iteration in range(1, 21):
+            speed = {1: 1000.0, 10: 2000.0, 20: 3000.0}.get(iteration, 5000.0 if iteration < 10 else 8000.0)
+            changes = {"tokens_per_second_per_gpu": speed, "tflops_per_gpu": speed / 100, "mfu": speed / 10_000}
+            metrics_logger.log_step(step(iteration, **changes))
+    lines = [message for message in caplog.messages if message.startswith("iter")]
+    speeds = [re.findall(r"([\d,]+) tok/s/GPU \| ([\d.]+) TFLOP/s.* MFU ([\d.]+)%", line) for line in lines]
+    assert speeds == [[("1,000", "10.0", "10.0")], [("5,000", "50.0", "50.0")], [("8,000", "80.0", "80.0")]]
+    written = [record["tokens_per_second_per_gpu"] for record in strict_lines(tmp_path / "metrics.jsonl")]
+    assert (written[0], written[9], written[19]) == (1000.0, 2000.0, 3000.0)
 
 
 def test_non_finite_values_are_valid_json(tmp_path: Path) -> None:

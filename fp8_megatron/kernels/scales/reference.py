@@ -139,18 +139,18 @@ def update_amax_history_(
     return scales, inverses
 
 
-def sampling(numel: int) -> tuple[int, int]:
+def sampling(numel: int, is_sample: bool) -> tuple[int, int]:
     """How many blocks of `SAMPLE_BLOCK` elements of a flat tensor are counted, and the distance between them in blocks.
 
     If the whole tensor is counted, its last block may be partial. A sample has no partial block.
     """
-    if numel < SAMPLED_FROM:
+    if is_sample or numel < SAMPLED_FROM:
         return -(-numel // SAMPLE_BLOCK), 1
     return -(-(numel // SAMPLE_BLOCK) // SAMPLE_EVERY), SAMPLE_EVERY
 
 
 @operator(gpu=".underflow_triton", mutates=["counts"])
-def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
+def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor, is_sample: bool) -> None:
     """Add to `counts` the number of non-zero elements of `value`, and how many of them are zero in `payload`. No host
     sync.
 
@@ -159,9 +159,10 @@ def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
     Args:
         value: flat [n], any float dtype; payload: FP8 [n].
         counts: int64 [2].
+        is_sample: they are a sample already: all elements are counted.
     """
     codes = payload.view(torch.uint8)
-    if value.numel() >= SAMPLED_FROM:
+    if not is_sample and value.numel() >= SAMPLED_FROM:
         whole = value.numel() // SAMPLE_BLOCK * SAMPLE_BLOCK
         value, codes = (x[:whole].view(-1, SAMPLE_BLOCK)[::SAMPLE_EVERY] for x in (value, codes))
     nonzero = value != 0

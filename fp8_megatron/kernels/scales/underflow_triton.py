@@ -33,10 +33,10 @@ def _count_underflow(
     tl.atomic_add(counts + 1, tl.sum(tl.sum((nonzero & is_zero).to(tl.int32), 1), 0).to(tl.int64))
 
 
-def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor) -> None:
+def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor, is_sample: bool) -> None:
     """`reference.count_underflow_`."""
     assert value.is_contiguous() and payload.is_contiguous()
-    num_blocks, distance = sampling(value.numel())
+    num_blocks, distance = sampling(value.numel(), is_sample)
     _count_underflow[(cdiv(num_blocks, _BLOCKS),)](
         value,
         payload.view(torch.uint8),
