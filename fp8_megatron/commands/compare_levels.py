@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config.checks import ConfigError, check_config
+from ..config.command_line import flags_of
 from ..config.io import own_and_run_flags
 from ..outputs import write_output, writing_to
 from ..reporting.metrics_file import METRICS_FILE, read_records
@@ -111,21 +112,39 @@ def check_levels(args: argparse.Namespace) -> None:
     """Check the configuration of every level before the first one runs.
 
     Raises:
-        ConfigError: a level cannot run with it, or it does not train.
+        ConfigError: a level cannot run with it, it does not train, or a flag of the runs has no effect on it.
     """
     for level in [*args.levels, *args.speed_levels]:
         try:
+            _check_not_overridden(args.passed, _own_flags(args, level, args.output_dir / level))
             config = training_config(_flags(args, level, args.output_dir / level))
             check_config(config, args.nproc_per_node)
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
 
 
+def _check_not_overridden(passed: Sequence[str], own: Sequence[str]) -> None:
+    """Raise `ConfigError` for a flag of the runs whose setting one of this command's flags sets to another value."""
+    ours = {one.name.removeprefix("no_"): one for one in flags_of(own)}
+    for given in flags_of(passed):
+        other = ours.get(given.name.removeprefix("no_"))
+        if other is not None and (given.name, given.words) != (other.name, other.words):
+            raise ConfigError(
+                f"{' '.join((given.flag, *given.words))} has no effect: this command gives the run "
+                f"{' '.join((other.flag, *other.words))}; leave it out"
+            )
+
+
 def _flags(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
     """Flags of pretrain_gpt.py for a level."""
+    return [*args.passed, *_own_flags(args, level, folder)]
+
+
+def _own_flags(args: argparse.Namespace, level: str, folder: Path) -> list[str]:
+    """Those that this command sets."""
     own = [*LEVELS[level], "--output-dir", str(folder), "--save", "none", "--save-interval", "none"]
     timed = ["--exit-interval", str(args.speed_iters)]  # it stops early, and its schedules stay those of a whole run
-    return [*args.passed, *own, *(timed if level in args.speed_levels else [])]
+    return [*own, *(timed if level in args.speed_levels else [])]
 
 
 def _read(folder: Path) -> dict[str, Any]:

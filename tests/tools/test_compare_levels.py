@@ -108,6 +108,19 @@ def test_an_older_comparison_is_not_left(tmp_path: Path, monkeypatch: pytest.Mon
         ),
         (["--", *TRAINING, "--load", "x", "--skip-train"], "error: level bf16: skip_train: the runs of a comparison"),
         (["--", *TRAINING, "--dry-run"], "error: level bf16: dry_run: the runs of a comparison train; leave it out"),
+        (
+            ["--", *TRAINING, "--save", "runs/x"],
+            "error: level bf16: --save runs/x has no effect: this command gives the run --save none; leave it out",
+        ),
+        (
+            ["--", *TRAINING, "--precision=fp8"],
+            "error: level bf16: --precision fp8 has no effect: this command gives the run --precision bf16",
+        ),
+        (
+            ["--speed-levels", "O3-delayed", "--", *TRAINING, "--exit-interval", "20"],
+            "error: level O3-delayed: --exit-interval 20 has no effect: this command gives the run --exit-interval 60",
+        ),
+        (["--", *TRAINING, "--output-dir", "x"], "error: level bf16: --output-dir x has no effect: this command gives"),
         (["--", "--num-layrs", "3"], "error: level bf16: unknown flag --num-layrs; did you mean --num-layers?"),
         (
             ["--speed-levels", "O3", "--", *TRAINING, "--global-batch-size", "33"],
