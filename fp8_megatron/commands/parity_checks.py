@@ -103,9 +103,14 @@ def _check_level(plan: RunPlan, level: str, common: Config, *, has_start: bool) 
 
 
 def _config_of_run(flags: Sequence[str]) -> Config:
-    """The configuration of a run that trains. Raises `ConfigError` if it would not, or as `run_command_line`."""
+    """The configuration of a run that trains on all its samples. Raises `ConfigError` if it would not, or as
+    `run_command_line`."""
     line = run_command_line(flags, "pretrain_gpt.py")
     check_trains(line, "the runs of a comparison train")
+    if line.config.training.rollback_on_loss_spike:
+        raise ConfigError(
+            "rollback_on_loss_spike: a run that goes back leaves out samples that the others train on; leave it out"
+        )
     line.check_no_world_size()
     return line.config
 

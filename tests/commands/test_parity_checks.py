@@ -83,6 +83,7 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
             "^use_checkpoint_args has no effect without --continue-from or --finetune",
         ),
         ([], ["--world-size", "2"], "--world-size is for --dry-run"),
+        ([], ["--rollback-on-loss-spike"], "^rollback_on_loss_spike: a run that goes back leaves out samples"),
         *(
             (
                 ["--levels", "bf16", "a", "--own-levels", f"a=--precision fp8 {flag} {value}"],
@@ -105,6 +106,7 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
                 ("--tensorboard-dir x", "tensorboard_dir"),
                 ("--skip-train", "skip_train: the runs of a comparison train; leave it out"),
                 ("--dry-run", "dry_run: the runs of a comparison train; leave it out"),
+                ("--rollback-on-loss-spike", "rollback_on_loss_spike: a run that goes back leaves out samples"),
                 ("--world-size 2", "--world-size is for --dry-run"),
                 ("--iterations-to-skip 5", "iterations_to_skip"),
                 ("--vocab-size 128", r"vocab_size\(128\) is not 64: all levels train"),
