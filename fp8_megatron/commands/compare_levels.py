@@ -116,9 +116,9 @@ def check_levels(args: argparse.Namespace) -> None:
     """
     for level in [*args.levels, *args.speed_levels]:
         try:
-            _check_not_overridden(args.passed, _own_flags(args, level, args.output_dir / level))
-            config = training_config(_flags(args, level, args.output_dir / level))
-            check_config(config, args.nproc_per_node)
+            own = _own_flags(args, level, args.output_dir / level)
+            _check_not_overridden(args.passed, own)
+            check_config(training_config([*args.passed, *own]), args.nproc_per_node)
         except ConfigError as error:
             raise ConfigError(f"level {level}: {error}") from error
 

@@ -54,6 +54,8 @@ from .rounding import seed_of as seed_of
 from .scales.reference import RECORD_SIZE as RECORD_SIZE
 from .scales.reference import REPORT_HEAD as REPORT_HEAD
 from .scales.reference import REPORT_SUMS as REPORT_SUMS
+from .scales.reference import SAMPLE_EVERY as SAMPLE_EVERY
+from .scales.reference import SAMPLED_FROM as SAMPLED_FROM
 from .wire.reference import sum_of_rows as sum_of_rows
 
 _OPS = registration.callables()

@@ -17,11 +17,6 @@ from ..kernels import ops
 from .amax_history import AmaxHistory
 from .operand import Quantized, multiply, multiply_into_
 
-#: From this many elements on, what the cast to FP8 did is counted in a sample of rows.
-_SAMPLED_FROM = 2**20
-#: The sample is every 16th row; in a matrix of few rows it is as many rows as a GEMM takes.
-_SAMPLE_EVERY = 16
-
 
 class DelayedGradScale(NamedTuple):
     """The amax-history slot that gives a weight gradient's scale. The scale is known after a run's first step."""
@@ -96,7 +91,7 @@ class WeightGrad(NamedTuple):
             wide: the gradient, if it is known: then there is no GEMM.
         """
         numel, count = self.shape.numel(), self.shape[0]
-        step = 1 if numel < _SAMPLED_FROM else max(1, min(_SAMPLE_EVERY, count // FP8_GEMM_MULTIPLE))
+        step = 1 if numel < ops.SAMPLED_FROM else max(1, min(ops.SAMPLE_EVERY, count // FP8_GEMM_MULTIPLE))
         # The rows of some GEMMs are multiples of that.
         whole = count if step == 1 else count // (step * FP8_GEMM_MULTIPLE) * (step * FP8_GEMM_MULTIPLE)
         rows = slice(0, whole, step)

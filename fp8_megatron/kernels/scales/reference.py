@@ -12,7 +12,8 @@ from ..reference import round_up_to_power_of_two
 from ..registration import operator
 from ..shapes import fp32
 
-#: From this many elements on, only every 16th block of 128 is counted. Counting all reads GPT-7B's gradients again.
+#: From this many elements on, only every 16th block of 128 is counted, or every 16th row (`WeightGrad.sample`).
+#: Counting all reads GPT-7B's gradients again.
 SAMPLED_FROM = 2**20
 SAMPLE_BLOCK, SAMPLE_EVERY = 128, 16
 
