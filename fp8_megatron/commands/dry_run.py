@@ -98,13 +98,15 @@ def _peak(config: Config, world_size: int) -> list[str]:
     """The largest predicted peak of a stage, and host memory for activations that leave a rank."""
     from ..planning.activations import predict_host_bytes
     from ..planning.layouts import largest_peak
+    from ..training.graph_choice import may_record  # imports torch
 
-    stage, peak = largest_peak(config, world_size)
+    stage, peak = largest_peak(config, world_size, records=may_record(config, world_size))
     at = "logits" if peak.logits else "backward of a layer"
     extra = _gigabytes(peak.logits or peak.backward)
     lines = [
         f"peak: predicted {_gigabytes(peak.total)} GB of stage {stage}, with {_gigabytes(peak.activations)} GB of "
         f"activations, {extra} GB in the {at}"
+        + (f", {_gigabytes(peak.recording)} GB beside a recorded step" if peak.recording else "")
     ]
     host = max(
         predict_host_bytes(config, world_size=world_size, stage=one) for one in range(config.pipeline_layout.num_stages)

@@ -196,10 +196,9 @@ def _configuration(flags: list[str], prog: str) -> Config:
 
 def _records(cluster: Cluster, config: Config) -> bool:
     """Whether a run of `config` records its steps, if there is memory for it."""
-    from ..training.graph_choice import choose_graph  # imports torch
+    from ..training.graph_choice import may_record  # imports torch
 
-    ranks_of_node = min(cluster.gpus, cluster.gpus_per_node)
-    return choose_graph(config, has_gpu=True, world_size=cluster.gpus, node_size=ranks_of_node).records
+    return may_record(config, cluster.gpus, cluster.gpus_per_node)
 
 
 def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> str:

@@ -14,7 +14,7 @@ from ..config.schema import Config
 from ..formats import StorageDtype
 from .memory import parameters_by_class, predict_memory
 from .storage import model_storage
-from .wire import predict_recorded_message_bytes
+from .wire import message_buffer_bytes
 
 #: Bytes of an element of the 16-bit types.
 _HALF = 2
@@ -36,9 +36,9 @@ class PeakBytes:
             layers on their way back and of a layer that is computed again.
         logits: of the last stage, with what its backward needs at once; 0 if a layer's backward holds more.
         backward: what a layer's backward makes; 0 if the peak is at the logits.
-        wire_buffers: send and receive buffers of gradients.
+        wire_buffers: send and receive buffers, of gradients and of messages between stages.
         transposes: transposed weights that stay over the micro-batches of a step.
-        recording: what a CUDA graph holds beside the activations: a shard's new weights, and messages between stages.
+        recording: what a recorded step's own memory does not serve: a shard's new weights, and validation.
         tables: cosines and sines of RoPE, for the rank's part of a sequence.
     """
 
@@ -64,7 +64,7 @@ def predict_peak(
 
     Args:
         records: steps are recorded as a CUDA graph. The new weights of a rank's shard then have memory of their own,
-            and so has each message between stages: while a graph is recorded, what NCCL's stream used is not freed.
+            and so has validation (`predict_validation_bytes`).
     """
     replicas = config.num_replicas(world_size)
     state = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
@@ -91,18 +91,46 @@ def predict_peak(
         activations=activations + (leaving if is_at_logits else in_backward),
         logits=logits if is_at_logits else 0,
         backward=0 if is_at_logits else backward,
-        wire_buffers=wire,
+        wire_buffers=wire + message_buffer_bytes(config, stage=stage),
         transposes=kept * state.linear.num_params // max(len(layers), 1),
-        recording=_recording(config, gathered, world_size=world_size, stage=stage) if records else 0,
+        recording=_recording(config, gathered, padded_vocab_size, world_size=world_size, stage=stage) if records else 0,
         tables=_table_bytes(config),
     )
 
 
-def _recording(config: Config, gathered: int, *, world_size: int, stage: int) -> int:
-    """Bytes that only a CUDA graph holds; `gathered`: of a rank's weights."""
+def _recording(config: Config, gathered: int, padded_vocab_size: int, *, world_size: int, stage: int) -> int:
+    """Bytes of `PeakBytes.recording`; `gathered`: of a rank's weights."""
     replicas = config.num_replicas(world_size)
-    messages = predict_recorded_message_bytes(config, world_size=world_size, stage=stage)
-    return messages + (gathered // replicas if replicas > 1 else 0)
+    return (gathered // replicas if replicas > 1 else 0) + predict_validation_bytes(
+        config, padded_vocab_size, stage=stage
+    )
+
+
+def predict_validation_bytes(config: Config, padded_vocab_size: int, *, stage: int = 0) -> int:
+    """Predicted bytes that a micro-batch of validation holds at most beside the state; 0 for a run without validation.
+
+    They are those of one layer, or of the LM head. The formulas follow the forward of `nn.mlp` and `nn.lm_head`.
+    """
+    if not config.training.reads_validation_data:
+        return 0
+    model, parallel = config.model, config.parallel
+    tp, hidden, ffn = parallel.tensor_model_parallel_size, model.hidden_size, model.padded_ffn_hidden_size
+    tokens, chunk = config.tokens_per_micro_batch, config.training.loss_chunk_size
+    stages, columns = parallel.pipeline_model_parallel_size, (2 if model.is_gated else 1) * ffn
+    stream = _HALF * tokens * hidden
+    passing = 0 if stages == 1 else 2 * stream  # of the micro-batches that come and go
+    has_half = any(not config.is_fp8_layer(layer) for layer in config.layers_of_stage(stage))
+    mlp = tokens * (_HALF * columns + (2 * _HALF if has_half else 1) * ffn) // tp
+    layer = 4 * stream + mlp // config.training.mlp_chunks_for_training
+    if stage < stages - 1:
+        return passing + layer
+    vocab, at_once = padded_vocab_size // tp, tokens
+    if config.has_fp8_lm_head:
+        vocab //= max(1, round(vocab / _HEAD_PART_COLUMNS))
+    elif chunk is not None:
+        at_once = min(tokens, chunk * config.training.micro_batch_size)
+    head = (4 if config.has_fp8_lm_head else 2) * stream + _HALF * at_once * vocab
+    return passing + max(layer, head)
 
 
 def _table_bytes(config: Config) -> int:

@@ -65,9 +65,10 @@ def predict_stage_bytes(config: Config, *, world_size: int, stage: int = 0) -> i
     return borders * config.num_micro_batches(world_size) * stage_message_bytes(config)
 
 
-def predict_recorded_message_bytes(config: Config, *, world_size: int, stage: int = 0) -> int:
-    """Bytes of the messages that a recorded step of a rank of a pipeline stage holds: all that it sends and receives.
-
-    While a CUDA graph is recorded, torch does not reuse what NCCL's stream used. A stage receives as much as it sends.
-    """
-    return 2 * predict_stage_bytes(config, world_size=world_size, stage=stage)
+def message_buffer_bytes(config: Config, *, stage: int = 0) -> int:
+    """Bytes of the buffers for messages between stages (`mcore.pipeline`): to and from each neighbour of a stage."""
+    layout = config.pipeline_layout
+    if layout.num_stages == 1:
+        return 0
+    neighbours = 2 if layout.is_interleaved else 2 - (stage == 0) - (stage == layout.num_stages - 1)
+    return 2 * neighbours * stage_message_bytes(config)

@@ -32,8 +32,9 @@ _RECORDS_BELOW_FLOPS_OVER_RANKS = 12e12
 MOST_RECORDED_LAYERS = 1024
 #: Rows of FP32 gradients that FlashAttention's backward takes for each document.
 _TOKENS_PER_DOCUMENT = 128
-#: Peak memory with a recording, over the peak before it. A recording does not share its memory with a rank's shard of
-#: new weights (6.5% of GPT-13B's peak) and validation's activations; the steps before it did.
+#: Peak memory with a recording, over the peak before it, without validation. A recording does not share its memory with
+#: a rank's shard of new weights (6.5% of GPT-13B's peak); the steps before it did. And its blocks leave gaps (10% of
+#: GPT-345M's peak, with scales from the tensor and an LM head in 16 bits).
 _ROOM_FACTOR = 1.15
 
 
@@ -82,6 +83,11 @@ def choose_graph(config: Config, *, has_gpu: bool, world_size: int, node_size: i
     return GraphChoice(False, f"{work}, which gives the host the time to launch it")
 
 
+def may_record(config: Config, world_size: int, gpus_per_node: int = 8) -> bool:
+    """Whether a run on GPUs records its steps, if there is memory for it."""
+    return choose_graph(config, has_gpu=True, world_size=world_size, node_size=min(world_size, gpus_per_node)).records
+
+
 def waits_for_host(config: Config) -> bool:
     """Whether a layer's kernels may run faster than Python launches them."""
     over_ranks = config.parallel.tensor_model_parallel_size > 1
@@ -107,20 +113,20 @@ def documents_fit(config: Config, most_documents: int | None) -> bool:
     return False
 
 
-def has_room(device: torch.device, message_bytes: int) -> bool:
-    """Whether a recording fits into the memory of every rank's GPU: the peak so far times `_ROOM_FACTOR`, and messages.
+def has_room(device: torch.device, validation_bytes: int) -> bool:
+    """Whether a recording fits into every rank's GPU: `_ROOM_FACTOR` times the peak so far, and validation.
 
     All ranks call this once, at the same step. It waits for the device.
 
     Args:
-        message_bytes: of messages between pipeline stages that this rank's recording holds
-            (`planning.wire.predict_recorded_message_bytes`).
+        validation_bytes: what a step of validation holds, which cannot use a recording's memory
+            (`planning.activations.predict_validation_bytes`).
     """
-    used, messages = device_memory.peak_used_share(device), message_bytes / device_memory.memory_bytes(device)
-    shares = torch.tensor([used * _ROOM_FACTOR + messages, used, messages], device=device)
+    used, validation = device_memory.peak_used_share(device), validation_bytes / device_memory.memory_bytes(device)
+    shares = torch.tensor([used * _ROOM_FACTOR + validation, used, validation], device=device)
     if torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(shares, torch.distributed.ReduceOp.MAX)
-    needed, most_used, most_messages = shares.tolist()  # waits: the host's next action depends on it
+    needed, most_used, most_of_validation = shares.tolist()  # waits: the host's next action depends on it
     if needed <= 1.0:
         return True
     logger.info(
@@ -129,7 +135,7 @@ def has_room(device: torch.device, message_bytes: int) -> bool:
         "tensor-parallel ranks, which is faster for steps that Python launches",
         100 * most_used,
         100 * (_ROOM_FACTOR - 1),
-        f" and {most_messages:.0%} of the memory for messages between stages" if most_messages else "",
+        f" and {most_of_validation:.0%} of the memory for validation" if most_of_validation else "",
     )
     return False
 

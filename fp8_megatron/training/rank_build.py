@@ -32,8 +32,8 @@ from ..planning.vocabulary import padded_vocab_size, vocab_size
 from ..quantization.scaled_tensor import ScaledTensor
 from ..reporting.memory_report import StorageBytes
 from .batches import Batch
-from .build import build_training_state, measured_storage
-from .train_step import train_step
+from .build import TrainingState, build_training_state, measured_storage
+from .train_step import run_schedule, train_step
 
 _META = torch.device("meta")
 #: The second step also waits for the weights that the first one sent.
@@ -50,6 +50,7 @@ class RankMemory:
         wire_buffers: send and receive buffers of gradients.
         built: all that is held between two steps.
         peak: the most that is held within a step.
+        validation: the most that a step of validation holds beside what is held between two steps.
     """
 
     stage: int
@@ -57,6 +58,7 @@ class RankMemory:
     wire_buffers: int
     built: int
     peak: int
+    validation: int
 
 
 def check_buildable(config: Config) -> None:
@@ -96,8 +98,20 @@ def build_rank(config: Config, *, world_size: int, stage: int) -> RankMemory:
         for _ in range(_NUM_STEPS):
             batches = iter([_batch(config)] * num_micro_batches)
             train_step(state, batches, num_micro_batches=num_micro_batches)
-        held = measured_storage(state)
-        return RankMemory(stage, held.linear + held.rest, state.staging.nbytes, live.now, live.peak)
+        held, built, peak = measured_storage(state), live.now, live.peak
+        return RankMemory(
+            stage, held.linear + held.rest, state.staging.nbytes, built, peak, _validation_bytes(state, live)
+        )
+
+
+@torch.no_grad()
+def _validation_bytes(state: TrainingState, live: LiveBytes) -> int:
+    """`RankMemory.validation`."""
+    for chunk in state.model:
+        chunk.eval()
+    before = live.peak = live.now
+    run_schedule(state, [_batch(state.config)] * 2, None, forward_only=True)
+    return live.peak - before
 
 
 def _micro_batches_that_fill(config: Config) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..device import memory as device_memory
 from ..mcore.pipeline import schedule_arguments
-from ..planning.wire import predict_recorded_message_bytes
+from ..planning.activations import predict_validation_bytes
 from ..quantization.cast_report import CastReport
 from ..reporting.step_figures import StepFigures
 from ..storage import GradReduceMode
@@ -87,7 +87,7 @@ def compute_gradients(
         state.sampler.begin()
     per_token = state.config.training.calculate_per_token_loss
     mean_tokens = _mean_tokens(batches, state) if per_token else None
-    losses = _run_schedule(state, batches, mean_tokens, forward_only=False)
+    losses = run_schedule(state, batches, mean_tokens, forward_only=False)
     if samples_casts and state.sampler is not None:
         state.sampler.end()
     underflow = [buffer.underflow for buffer in state.optimizer.buffers]
@@ -120,8 +120,8 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
         return bool(ready.item())
 
     def has_room_for_step() -> bool:
-        world_size, stage = state.topology.world_size, state.topology.pp.rank()
-        return has_room(state.device, predict_recorded_message_bytes(state.config, world_size=world_size, stage=stage))
+        rows, stage = state.padded_vocab_size, state.topology.pp.rank()
+        return has_room(state.device, predict_validation_bytes(state.config, rows, stage=stage))
 
     return StepGraph(
         partial(compute_gradients, state),
@@ -164,7 +164,7 @@ def evaluate(
     for _ in range(num_batches):
         batches = take_step(loader, state.num_micro_batches, state.device)
         mean_tokens = _mean_tokens(batches, state) if over_tokens else None
-        losses = _run_schedule(state, batches, mean_tokens, forward_only=True)
+        losses = run_schedule(state, batches, mean_tokens, forward_only=True)
         # Over tokens, a batch counts by its tokens.
         weight = torch.ones_like(total) if mean_tokens is None else mean_tokens
         figures, _ = _over_ranks(_part_of_loss(losses, state), state, stop=own_stop())
@@ -195,9 +195,10 @@ def _mean_tokens(batches: list[Batch], state: TrainingState) -> Tensor:
     return tokens / (len(batches) * state.topology.dp.size())
 
 
-def _run_schedule(
+def run_schedule(
     state: TrainingState, batches: list[Batch], mean_tokens: Tensor | None, *, forward_only: bool
 ) -> list[dict[str, Tensor]]:
+    """Forward and, unless `forward_only`, backward of a step's micro-batches: their losses, on the last stage."""
     iterators = [iter(batches) for _ in state.model]
     config = state.config
     return get_forward_backward_func()(

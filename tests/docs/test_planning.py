@@ -24,8 +24,10 @@ MEMORY = [
     ("the same with a graph", "gpt7b_4h200_graph.json: O3-graph"),
     ("GPT-13B, TP 2 × DP 2, graph, 36 layers kept", "gpt13b_4h200_tp2.json: O3-graph"),
     ("GPT-18B, recomputed", "gpt18b_30b_one_h200.json: GPT-18B, O3"),
-    ("GPT-7B, four stages, 2 × 16, graph", "gpt7b_pp4_4h200.json: O3-fast"),
-    ("the same with two virtual stages on each GPU", "gpt7b_pp4_4h200.json: O3-fast, two chunks a stage"),
+    (
+        "GPT-7B, 16 layers, two stages with two virtual stages each, 2 × 16, graph",
+        "gpt7b_16layers_pp2_2h200.json: recorded",
+    ),
 ]
 STEPS = [
     ("GPT-345M, BF16, 32 × 1", "gpt345m_speed_h200.json: bf16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -13,7 +14,7 @@ from benchmarks.pipeline_casts import cast_outputs
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.formats import E4M3
 from fp8_megatron.mcore import pipeline
-from fp8_megatron.planning.wire import predict_stage_bytes
+from fp8_megatron.planning.wire import message_buffer_bytes, predict_stage_bytes, stage_message_bytes
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import (
     TinyGPT,
@@ -130,6 +131,46 @@ def sent_bytes(config: Config, tokens: Tensor) -> tuple[list[int], list[torch.dt
     finally:
         torch.distributed.isend, pipeline.unpacked = send, unpack
     return sizes, formats
+
+
+def places_of_messages(config: Config, tokens: Tensor) -> dict[str, list[int]]:
+    """Where the messages of a step lie that this rank sends and receives."""
+    places: dict[str, list[int]] = {"isend": [], "irecv": []}
+    exchanges = {name: getattr(torch.distributed, name) for name in places}
+
+    def noting(name: str, tensor: Tensor, *args: object, **kwargs: object) -> object:
+        places[name].append(tensor.data_ptr())
+        return exchanges[name](tensor, *args, **kwargs)
+
+    for name in places:
+        setattr(torch.distributed, name, partial(noting, name))
+    try:
+        train_tiny_gpt(config, tokens)
+    finally:
+        for name, exchange in exchanges.items():
+            setattr(torch.distributed, name, exchange)
+    return places
+
+
+@pytest.mark.parametrize("precision", [CURRENT, IN_FP8], ids=["16 bits", "fp8"])
+def test_messages_of_a_step_share_buffers(ranks: RankPool, precision: PrecisionConfig) -> None:
+    """A recorded step would hold every other place of a message.
+
+    With virtual stages, ranks 0 and 1 exchange with the next and with the previous one, 4 micro-batches each way.
+    """
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
+    config = config_of("gpt3", parallel, precision)
+    for stage, places in enumerate(ranks.run(places_of_messages, config, random_batches(1, 4), num_ranks=2)):
+        assert {name: len(set(found)) for name, found in places.items()} == {"isend": 2, "irecv": 2}
+        assert all(len(found) == 3 * 4 for found in places.values())
+        assert message_buffer_bytes(config, stage=stage) == 4 * stage_message_bytes(config)
+
+
+def test_buffers_of_stages_that_meet_fewer() -> None:
+    config = config_of("gpt3", ParallelConfig(pipeline_model_parallel_size=4), CURRENT)
+    size = stage_message_bytes(config)
+    assert [message_buffer_bytes(config, stage=stage) // size for stage in range(4)] == [2, 4, 4, 2]
+    assert message_buffer_bytes(config_of("gpt3", ParallelConfig(), CURRENT)) == 0
 
 
 def test_a_message_has_about_half_the_bytes(ranks: RankPool) -> None:

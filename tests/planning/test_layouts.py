@@ -68,7 +68,8 @@ def test_less_memory_leaves_fewer() -> None:
 
 
 def test_a_recording_that_does_not_fit_is_not_made() -> None:
-    config = _config("--config configs/gpt_7b.yaml configs/fast.yaml --micro-batch-size 4 --global-batch-size 16")
+    flags = "--config configs/gpt_7b.yaml configs/fast.yaml --micro-batch-size 4 --global-batch-size 16"
+    config = _config(f"{flags} --eval-interval 0")
     peak = largest_peak(config, 4)[1].total
     recorded = largest_peak(config, 4, records=True)[1].total
     # FP8 weights and the BF16 embedding, a quarter of them on each rank.

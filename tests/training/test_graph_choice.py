@@ -120,7 +120,7 @@ def test_one_line_says_what_was_chosen(model: str, level: int, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    ("reserved", "beside", "messages", "another_ranks", "expected"),
+    ("reserved", "beside", "validation", "another_ranks", "expected"),
     [
         (86, 0, 0, 0.0, True),
         (88, 0, 0, 0.0, False),
@@ -137,12 +137,12 @@ def test_room_is_for_more_than_was_in_use_on_every_rank(
     caplog: pytest.LogCaptureFixture,
     reserved: int,
     beside: int,
-    messages: int,
+    validation: int,
     another_ranks: float,
     expected: bool,
 ) -> None:
     """GiB of 100 that the allocator reserved at most, of which it has 20 now or all, that others have beside it, and of
-    messages; another rank's share of its memory."""
+    validation; another rank's share of its memory."""
     now = min(reserved, 20)
     reductions: list[object] = []
 
@@ -157,8 +157,8 @@ def test_room_is_for_more_than_was_in_use_on_every_rank(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2 if another_ranks else 1)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     with caplog.at_level(logging.INFO):
-        assert has_room(CPU, messages << 30) == expected
+        assert has_room(CPU, validation << 30) == expected
     assert reductions == ([torch.distributed.ReduceOp.MAX] if another_ranks else [])
     assert [record.name for record in caplog.records] == ([] if expected else [graph_choice.__name__])
-    assert expected or f"{60 if messages else 88}% of a GPU's memory were in use" in caplog.text
-    assert expected or ("and 32% of the memory for messages" in caplog.text) == bool(messages)
+    assert expected or f"{60 if validation else 88}% of a GPU's memory were in use" in caplog.text
+    assert expected or ("and 32% of the memory for validation" in caplog.text) == bool(validation)

@@ -15,7 +15,7 @@ from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig, Prec
 from fp8_megatron.formats import GRAD_BLOCK, GradReduceMode
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.planning.activations import predict_peak
+from fp8_megatron.planning.activations import predict_peak, predict_validation_bytes
 from fp8_megatron.planning.vocabulary import padded_vocab_size, vocab_size
 from fp8_megatron.reporting.memory_report import StorageBytes
 from fp8_megatron.training.build import build_training_state, measured_storage
@@ -79,6 +79,37 @@ def test_live_bytes() -> None:
         assert live.now == 8 * 900 and live.peak == 4000 + 8 * 900
         torch.empty(5, device=CPU)
         assert live.now == second.nbytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "stage", "most"),
+    [
+        ("gpt_7b.yaml", 8, 0, 1.0),
+        ("gpt_7b.yaml --no-fp8-lm-head", 8, 0, 1.0),
+        ("gpt_7b.yaml --num-layers 4 --pipeline-model-parallel-size 2", 8, 0, 1.0),
+        ("gpt_7b.yaml --num-layers 4 --pipeline-model-parallel-size 2", 8, 1, 1.34),
+        ("gpt_7b.yaml --tensor-model-parallel-size 2 --sequence-parallel", 8, 0, 1.18),
+        ("llama_8b.yaml", 8, 0, 1.0),
+        ("llama_8b.yaml --no-fp8-lm-head", 8, 0, 1.0),
+        ("llama_8b.yaml --vocab-size 32000 --precision bf16", 8, 0, 1.0),
+        ("llama_8b.yaml --vocab-size 32000 --loss-chunk-size 2048 --no-fp8-lm-head", 8, 0, 1.0),
+        ("llama_8b.yaml --vocab-size 32000 --context-parallel-size 2", 8, 0, 1.0),
+    ],
+)
+def test_validation_holds_what_is_predicted(flags: str, world_size: int, stage: int, most: float) -> None:
+    """Two layers a stage. The prediction is at least what is held, and at most `most` times as much."""
+    name, *others = flags.split()
+    layers = [] if "--num-layers" in others else ["--num-layers", "2"]
+    words = ["--config", str(ROOT / "configs" / name), "--mock-data", "--eval-interval", "10", *layers, *others]
+    config = parse_config(words)
+    predicted = predict_validation_bytes(config, padded_vocab_size(config), stage=stage)
+    held = build_rank(config, world_size=world_size, stage=stage).validation
+    assert 0.997 < predicted / held < most + 0.003
+
+
+def test_without_validation_nothing_is_held_for_it() -> None:
+    words = ["--config", str(ROOT / "configs" / "gpt_7b.yaml"), "--mock-data", "--eval-interval", "0"]
+    assert predict_validation_bytes(parse_config(words), 50304) == 0
 
 
 def test_what_cannot_be_built() -> None:
