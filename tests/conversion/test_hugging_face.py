@@ -77,6 +77,34 @@ def test_models_that_are_written_as_a_llama(tmp_path: Path, name: str) -> None:
     assert differ_by(load_logits(tmp_path / "llama", TOKENS), expected) < FP32_TOLERANCE
 
 
+@pytest.mark.parametrize(("name", "kind"), [("mistral", "mistral"), ("qwen2", "qwen2"), ("llama_mha", None)])
+def test_a_width_that_transformers_llama_does_not_take(tmp_path: Path, name: str, kind: str | None) -> None:
+    """Its hidden size is a multiple of its heads; that of the others need not be."""
+    given, settings = (MODELS | READ_MODELS)[name]
+    model = model_from_json({**settings, "model_type": given.lower(), "hidden_size": 90, "head_dim": 16})
+    if kind is None:
+        with pytest.raises(CheckpointError, match=r"llama: hidden_size\(90\) no multiple of num_attention_heads\(4\);"):
+            family_of(replace(model, disable_bias_linear=False))
+        return
+    weights = _RandomWeights(weight_shapes(model, VOCAB_SIZE))
+    write_hugging_face(tmp_path, weights, model, VOCAB_SIZE, Export(torch.float32))
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == kind
+    assert differ_by(logits_of_weights(weights, model, TOKENS), load_logits(tmp_path, TOKENS)) < FP32_TOLERANCE
+    assert HuggingFaceWeights(tmp_path).model == replace(model, seq_length=64)
+
+
+class _RandomWeights:
+    """Weights of given shapes, each drawn from its place."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+    def read(self, key: str, layer: int | None) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(map(ord, f"{key}{layer}")))
+        shape = self.shapes[key] if layer is None else self.shapes[key][1:]
+        return torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 1.0)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_round_trip_gives_every_bit_back(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     """Theirs → ours as torch_dist, padded → theirs; written in shards, read by safetensors itself."""
@@ -316,7 +344,7 @@ def test_a_model_between_the_architectures_says_what_stands_against_each() -> No
     settings = {**LLAMA_JSON, "model_type": "mistral", "num_key_value_heads": 2, "attention_bias": False}
     mistral = model_from_json(settings)
     assert mistral.window_size == "4095,0" and family_of(mistral) is Family.MISTRAL
-    with pytest.raises(CheckpointError, match=r"llama: window_size\(4095,0\); .*mistral: layers without a window$"):
+    with pytest.raises(CheckpointError, match=r"llama: window_size\(4095,0\); .*mistral: layers without a window;"):
         family_of(replace(mistral, window_attn_skip_freq="2"))
     both = replace(model_from_json(LLAMA_JSON), use_rope_scaling=True, rotary_seq_len_interpolation_factor=2)
     with pytest.raises(CheckpointError, match=r"llama: use_rope_scaling beside rotary_seq_len_interpolation_factor"):
