@@ -223,6 +223,16 @@ def test_yarn_in_other_words() -> None:
     assert model_from_json(outside).yarn_original_max_position_embeddings == 16
 
 
+@pytest.mark.parametrize("magnitude", [0.25, 1.0 / 1.1386294361119891, 1.0, 1.7])
+def test_every_magnitude_of_yarn_goes_both_ways(magnitude: float) -> None:
+    """Models below 1 are of `mscale` 0, which transformers takes in no other words."""
+    model = model_from_json({**YARN_JSON, "rope_scaling": {**YARN_JSON["rope_scaling"], "attention_factor": magnitude}})
+    written = json_from_model(model, 99, "float32")
+    assert written["rope_scaling"]["attention_factor"] == pytest.approx(magnitude, rel=1e-12)
+    again = model_from_json(written)
+    assert (again.mscale, again.mscale_all_dim) == pytest.approx((model.mscale, model.mscale_all_dim), abs=1e-12)
+
+
 def test_both_places_of_rope_theta_are_read() -> None:
     assert model_from_json(LLAMA_JSON).rotary_base == 10000
     assert model_from_json({**LLAMA_JSON, "rope_theta": 5e5}).rotary_base == 500000
@@ -283,8 +293,8 @@ NO_NUMBERS = ("1e-5", None, True, -1.0, 0, float("nan"), float("inf"), [], 10**4
         ),
         ({**YARN_JSON, "max_position_embeddings": 64, "original_max_position_embeddings": "40"}, r"embeddings\('40'\)"),
         (
-            {**LLAMA_JSON, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.5}},
-            r"attention_factor\(0.5\) of rope_scaling\(yarn\) is wrong: expected a finite number of 1 or more",
+            {**LLAMA_JSON, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.0}},
+            r"attention_factor\(0.0\) of rope_scaling\(yarn\) is wrong: expected a finite number above 0",
         ),
         ({**YARN_JSON, "rope_theta": 1}, r"rope_theta\(1\) of rope_scaling\(yarn\) is wrong"),
         ({**LLAMA_JSON, "rope_theta": 10000.5}, r"rope_theta\(10000.5\)"),
