@@ -139,7 +139,10 @@ def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tup
     Raises:
         CheckpointError: damaged, or of another model.
     """
-    _raise_first([problem for record in read_manifest(folder) if (problem := problem_with(folder, record)) is not None])
+    records = read_manifest(folder)
+    problem = next((text for record in records if (text := problem_with(folder, record)) is not None), None)
+    if problem is not None:
+        raise CheckpointError(f"{problem}; use another iteration")
     saved = SavedRun(folder)
     for placement in placements.values():
         _raise_first(saved.mismatch(placement, None))

@@ -152,7 +152,7 @@ def open_source(
     if kind is Format.OURS:
         problem = next((text for record in read_manifest(folder) if (text := problem_with(folder, record))), None)
         if problem is not None:
-            raise CheckpointError(problem)
+            raise CheckpointError(f"{problem}; use another iteration (--iteration)")
         own_vocab_size = read_description(folder)["vocab_size"]
         config = load_config(folder / CONFIG) if config is None else _of_the_same_model(folder, config, own_vocab_size)
         own_weights = TorchDistWeights(folder, TorchDistReader(folder, [r.name for r in read_manifest(folder)]))

@@ -172,6 +172,20 @@ def test_a_failure_in_the_middle_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_a_damaged_checkpoint_is_told_with_a_flag_that_the_tool_has(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(llama, tmp_path / "ours", "ours", "--precision", "bf16", "--no-verify") == 0
+    folder = tmp_path / "ours" / "iter_0000000"
+    (folder / "checkpoint.json").write_bytes(b"{}")
+    assert convert(tmp_path / "ours", tmp_path / "out", "hf") == 2
+    error = capsys.readouterr().err
+    assert "checkpoint.json is damaged: it has 2 bytes" in error and "use another iteration (--iteration)" in error
+    (folder / "manifest.json").unlink()
+    assert convert(tmp_path / "ours", tmp_path / "out", "hf") == 2
+    assert capsys.readouterr().err.endswith("manifest.json is missing; use another iteration\n")
+
+
 def test_another_conversion_into_the_same_folder_is_told(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
