@@ -139,7 +139,10 @@ def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tup
     Raises:
         CheckpointError: damaged, or of another model.
     """
-    _raise_first([problem for record in read_manifest(folder) if (problem := problem_with(folder, record)) is not None])
+    records = read_manifest(folder)
+    problem = next((text for record in records if (text := problem_with(folder, record)) is not None), None)
+    if problem is not None:
+        raise CheckpointError(f"{problem}; use another iteration")
     saved = SavedRun(folder)
     for placement in placements.values():
         _raise_first(saved.mismatch(placement, None))
@@ -282,7 +285,8 @@ def _problems(folder: Path, state: Resumable) -> list[str]:
 def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
     """Raise the error of the first rank with a mismatch on every rank."""
     placements = [placement for _, _, placement in state.slots()]
-    mine = next((text for place in placements if (text := saved.mismatch(place, state.vocab_size)) is not None), None)
+    mismatches = (saved.mismatch(place, state.vocab_size, finetune=finetune) for place in placements)
+    mine = next((text for text in mismatches if text is not None), None)
     setting = differing_setting(saved.folder, state.config.model, finetune=finetune)
     setting = setting or saved.vocabulary_problem(state.vocab_size, finetune=finetune)
     everyones = Ranks(state.topology).everyones((mine, {placement.key for placement in placements}, setting))

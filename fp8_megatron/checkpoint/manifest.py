@@ -135,7 +135,7 @@ def read_manifest(folder: Path) -> list[FileRecord]:
             raise ValueError(f"its {_ALGORITHM} is not {content[_ALGORITHM]}")
         records = [FileRecord(name, entry["size"], entry[_ALGORITHM]) for name, entry in content["files"].items()]
     except FileNotFoundError:
-        raise CheckpointError(f"checkpoint file {path} is missing; use another iteration (--ckpt-step)") from None
+        raise CheckpointError(f"checkpoint file {path} is missing; use another iteration") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from None
     for record in records:
@@ -210,7 +210,7 @@ def check_files(folder: Path, names: Container[str]) -> None:
     """
     for record in read_manifest(folder):
         if record.name in names and (problem := problem_with(folder, record)) is not None:
-            raise CheckpointError(f"{problem}; use another iteration (--ckpt-step)")
+            raise CheckpointError(f"{problem}; use another iteration")
 
 
 def _checksum_of_file(path: Path, size: int, num_threads: int = NUM_READERS) -> int:

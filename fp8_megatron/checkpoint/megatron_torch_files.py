@@ -16,7 +16,7 @@ from torch import Tensor
 from .files import CheckpointError, megatron_rank_folder
 from .megatron_checkpoint import MegatronCheckpoint
 from .megatron_files import mapping, read_megatron_file
-from .megatron_layout import Name, merged, places_in_buffer, shared_axis
+from .megatron_layout import Name, local_shape, merged, places_in_buffer, shared_axis
 from .placement import Shape
 from .weights import OUTPUT_LAYER
 
@@ -30,6 +30,11 @@ class TorchFiles(MegatronCheckpoint):
         self._tensor_size, self._stages = _sizes(folder)
         self._content = lru_cache(maxsize=None)(lambda tensor, stage: _content(folder, tensor, stage, self._stages))
         super().__init__(folder, self._content(0, 0))
+        if self._tensor_size > 1 and "swiglu" not in self.arguments:
+            raise CheckpointError(
+                f"{folder} has no arguments of Megatron-LM, which say whether an MLP has two halves: its "
+                f"{self._tensor_size} tensor-parallel parts cannot be joined; save it again with its arguments (args)"
+            )
         self._places: dict[Name, tuple[int, int, str]] = {}
         first_layer = 0
         num_chunks = len(_chunks(self._content(0, 0), folder))
@@ -37,6 +42,7 @@ class TorchFiles(MegatronCheckpoint):
             for stage in range(self._stages):
                 first_layer += self._add(stage, chunk, first_layer)
         self.num_layers = first_layer
+        self._check_layers()
         self._shapes = self._whole_shapes()
         self._state = lru_cache(maxsize=None)(self._state_of_rank)
 
@@ -59,7 +65,7 @@ class TorchFiles(MegatronCheckpoint):
         size = self._tensor_size if shared_axis(name.key) is not None else 1
         parts = []
         for rank in range(size):
-            weight = _chunks(self._content(rank, stage), self.folder)[chunk][local]
+            weight = self._weight(rank, name)
             if kind == "weight":
                 parts.append(weight)
                 continue
@@ -82,13 +88,47 @@ class TorchFiles(MegatronCheckpoint):
                 self._places[name] = (stage, chunk, local)
         return len(layers)
 
+    def _check_layers(self) -> None:
+        """Raise `CheckpointError` if a layer lacks a parameter that another one has."""
+        for key in sorted({name.key for name in self._places if name.layer is not None}):
+            for layer in range(self.num_layers):
+                if Name(key, layer) not in self._places:
+                    raise CheckpointError(
+                        f"{self.folder} has {self.num_layers} layers and no {Name(key, layer)}: a file is damaged, or "
+                        f"of another checkpoint; copy the folder again"
+                    )
+
+    def _weight(self, rank: int, name: Name) -> Tensor:
+        """A tensor-parallel rank's part of a parameter.
+
+        Raises:
+            CheckpointError: the rank has none, or its shape is not that of the other ranks.
+        """
+        stage, chunk, local = self._places[name]
+        chunks = _chunks(self._content(rank, stage), self.folder)
+        found = chunks[chunk].get(local) if chunk < len(chunks) else None
+        whole = self._shapes[name.key]
+        expected = local_shape(name.key, whole if name.layer is None else whole[1:], self._tensor_size)
+        if found is None or tuple(found.shape) != expected:
+            own = "is missing" if found is None else f"has shape {tuple(found.shape)}"
+            raise CheckpointError(
+                f"{megatron_rank_folder(self.folder, rank, stage, self._stages)}: {local} {own}, and is {expected} on "
+                f"other ranks: the file is damaged, or of another checkpoint; copy it again"
+            )
+        return found
+
     def _whole_shapes(self) -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}
         for name, (stage, chunk, local) in self._places.items():
             own = _chunks(self._content(0, stage), self.folder)[chunk][local].shape
             axis = shared_axis(name.key)
             shape = tuple(size * (self._tensor_size if index == axis else 1) for index, size in enumerate(own))
-            shapes[name.key] = shape if name.layer is None else (self.num_layers, *shape)
+            whole = shape if name.layer is None else (self.num_layers, *shape)
+            if shapes.setdefault(name.key, whole) != whole:
+                raise CheckpointError(
+                    f"{self.folder}: {name} has shape {shape}, and is {shapes[name.key][1:]} in other layers: a file "
+                    f"is damaged, or of another checkpoint; copy the folder again"
+                )
         return shapes
 
     def _state_of_rank(self, rank: int, stage: int) -> dict[tuple[int, str], dict[str, Tensor]]:

@@ -168,8 +168,12 @@ class SavedRun:
         own = topology_of(state.topology)
         return all(self.topology.get(name) == own.get(name) for name in STAGES)
 
-    def mismatch(self, placement: Placement, vocab_size: int | None) -> str | None:
-        """Why a parameter cannot be read from this checkpoint. A vocabulary may be padded differently."""
+    def mismatch(self, placement: Placement, vocab_size: int | None, *, finetune: bool = False) -> str | None:
+        """Why a parameter cannot be read from this checkpoint. A vocabulary may be padded differently.
+
+        Args:
+            finetune: another vocabulary is read as well, if the checkpoint has a row for each of its tokens.
+        """
         shape = self.reader.shapes.get(placement.key)
         own = placement.global_shape
         if shape is None:
@@ -179,9 +183,14 @@ class SavedRun:
             )
         if shape == own:
             return None
-        same_vocabulary = vocab_size is not None and vocab_size == self.description["vocab_size"]
-        if placement.has_vocabulary_rows and shape[1:] == own[1:] and same_vocabulary:
-            return None
+        if placement.has_vocabulary_rows and shape[1:] == own[1:] and vocab_size is not None:
+            if vocab_size == self.description["vocab_size"] or (finetune and vocab_size <= shape[0]):
+                return None
+            if finetune:
+                return (
+                    f"{self.folder}: {placement.key} has {shape[0]} rows, fewer than the vocabulary of {vocab_size} "
+                    f"tokens that this run has; give a --vocab-size up to {shape[0]} and its tokenizer"
+                )
         return (
             f"{self.folder}: {placement.key} has shape {shape}, this model's is {own}; "
             "load it with the configuration saved beside it (config.yaml)"

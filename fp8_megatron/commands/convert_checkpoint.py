@@ -272,7 +272,7 @@ def to_megatron_core(source: Source, folder: Path, options: Options) -> str:
 def to_hugging_face(source: Source, folder: Path, options: Options) -> str:
     """Write files that transformers loads into `folder`."""
     from ..conversion import hugging_face_folder as folders
-    from ..conversion.hugging_face_config import token_ids_of_json
+    from ..conversion.hugging_face_config import family_of, token_ids_of_json
     from ..data.hugging_face_tokenizer import copy_tokenizer, export_tokenizer
 
     config, vocab_size = source.config, source.vocab_size
@@ -287,7 +287,12 @@ def to_hugging_face(source: Source, folder: Path, options: Options) -> str:
     )
     names_tokenizer = config.data.tokenizer_model is not None or config.data.vocab_file is not None
     if isinstance(source.weights, folders.HuggingFaceWeights) and not names_tokenizer:
-        tokenizer = copy_tokenizer(source.folder, token_ids_of_json(source.weights.json), folder)
+        tokenizer = copy_tokenizer(
+            source.folder,
+            token_ids_of_json(source.weights.json),
+            folder,
+            model_changes_type=family_of(config.model) is not source.weights.family,
+        )
     else:
         tokenizer = export_tokenizer(config.data, folder)
     with progress("converting", folders.num_weights(config.model, vocab_size)) as advance:

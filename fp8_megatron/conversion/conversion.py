@@ -29,7 +29,7 @@ from ..checkpoint.saved_run import read_description, saved_model_settings
 from ..checkpoint.saving import write_config, write_last_files
 from ..checkpoint.torch_dist import TorchDistReader, write_chunks, write_metadata
 from ..checkpoint.torch_dist_weights import TorchDistWeights
-from ..checkpoint.weights import QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
+from ..checkpoint.weights import OUTPUT_LAYER, QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
 from ..config.checks import check_config
 from ..config.io import load_config
 from ..config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
@@ -152,7 +152,7 @@ def open_source(
     if kind is Format.OURS:
         problem = next((text for record in read_manifest(folder) if (text := problem_with(folder, record))), None)
         if problem is not None:
-            raise CheckpointError(problem)
+            raise CheckpointError(f"{problem}; use another iteration (--iteration)")
         own_vocab_size = read_description(folder)["vocab_size"]
         config = load_config(folder / CONFIG) if config is None else _of_the_same_model(folder, config, own_vocab_size)
         own_weights = TorchDistWeights(folder, TorchDistReader(folder, [r.name for r in read_manifest(folder)]))
@@ -162,8 +162,15 @@ def open_source(
         config = config_of(folder, arguments, config, vocab_size)
         assert config.model.vocab_size is not None
         source = Source(kind, folder, weights, config, config.model.vocab_size)
-    num_rows = source.weights.shapes[WORD_EMBEDDING][0]
-    check_shapes(source.weights.shapes, weight_shapes(source.config.model, num_rows), str(folder))
+    shapes = source.weights.shapes
+    num_rows = shapes.get(WORD_EMBEDDING, (source.vocab_size,))[0]
+    check_shapes(shapes, weight_shapes(source.config.model, num_rows), str(folder))
+    num_head_rows = shapes.get(OUTPUT_LAYER, (num_rows,))[0]
+    if num_head_rows != num_rows:
+        raise CheckpointError(
+            f"{folder}: the head has {num_head_rows} rows, the embedding {num_rows}: a file is damaged; copy the "
+            f"folder again"
+        )
     if num_rows < source.vocab_size:
         raise CheckpointError(
             f"{folder}: the embedding has {num_rows} rows, fewer than vocab_size({source.vocab_size}); correct it"

@@ -292,6 +292,7 @@ _ARCHITECTURES = {
     Family.GPT2: "GPT2LMHeadModel",
     Family.LLAMA: "LlamaForCausalLM",
     Family.MISTRAL: "MistralForCausalLM",
+    Family.QWEN2: "Qwen2ForCausalLM",
     Family.QWEN3: "Qwen3ForCausalLM",
 }
 
@@ -326,6 +327,7 @@ def family_of(model: ModelConfig) -> Family:
             *([] if not model.qk_layernorm else ["qk_layernorm"]),
             *([] if model.window_size is None else [f"window_size({model.window_size})"]),
             *_against_llama(model),
+            *_against_width_of_llama(model),
         ],
         Family.QWEN3: [
             *([] if model.qk_layernorm else ["no qk_layernorm"]),
@@ -335,9 +337,15 @@ def family_of(model: ModelConfig) -> Family:
         ],
         Family.MISTRAL: [
             *([] if not model.qk_layernorm else ["qk_layernorm"]),
-            *([] if model.window_size is not None and None not in model.windows else ["layers without a window"]),
+            *([] if len({*model.windows}) == 1 else ["layers without a window"]),
             *_against_llama(model),
             *([] if model.disable_bias_linear and not model.add_qkv_bias else ["biases"]),
+        ],
+        Family.QWEN2: [
+            *([] if not model.qk_layernorm else ["qk_layernorm"]),
+            *([] if model.window_size is None else [f"window_size({model.window_size})"]),
+            *_against_llama(model),
+            *([] if model.disable_bias_linear and model.add_qkv_bias else ["other biases than QKV's"]),
         ],
     }
     for family, reasons in against.items():
@@ -364,6 +372,13 @@ def _against_llama(model: ModelConfig) -> list[str]:
         )
         if wrong
     ]
+
+
+def _against_width_of_llama(model: ModelConfig) -> list[str]:
+    """Transformers 5 builds no such Llama, whatever the width of its heads."""
+    if model.hidden_size % model.num_attention_heads == 0:
+        return []
+    return [f"hidden_size({model.hidden_size}) no multiple of num_attention_heads({model.num_attention_heads})"]
 
 
 def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str, Any]:
@@ -411,9 +426,11 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
     }
     if family is Family.MISTRAL:
         del theirs["attention_bias"]
-        (window,) = {left for left in model.windows if left is not None}
-        return {**theirs, "sliding_window": window + 1}
-    if family is Family.QWEN3:
+        (window,) = {*model.windows}
+        return {**theirs, "sliding_window": None if window is None else window + 1}
+    if family is Family.QWEN2:
+        del theirs["attention_bias"]
+    if family in (Family.QWEN2, Family.QWEN3):
         return {**theirs, "use_sliding_window": False}
     return {**theirs, "mlp_bias": not model.disable_bias_linear}
 

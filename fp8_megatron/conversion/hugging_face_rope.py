@@ -76,7 +76,7 @@ def scaling_of(rope: Json) -> dict[str, Any]:
 
 def _yarn_problems(rope: Json) -> Iterator[str]:
     checks = [(name, check) for name, check, _, _ in _YARN]
-    checks += [("truncate", truth), ("attention_factor", number(least=1)), ("factor", number(above=1))]
+    checks += [("truncate", truth), ("attention_factor", number(above=0)), ("factor", number(above=1))]
     checks += [(_ORIGINAL, count())]
     for name, check in checks:
         given = rope.get(name)
@@ -88,7 +88,7 @@ def _yarn_problems(rope: Json) -> Iterator[str]:
 
 
 def _yarn_of_json(rope: Json) -> dict[str, Any]:
-    """YaRN's settings. An ``attention_factor`` is a value of ``--mscale``."""
+    """YaRN's settings. An ``attention_factor`` is a value of ``--mscale``, or below 1 of ``--mscale-all-dim``."""
     ours = {name: float(rope.get(theirs) or default) for theirs, _, name, default in _YARN}
     if not (ours["mscale"] and ours["mscale_all_dim"]):  # transformers reads both, or none
         ours |= {"mscale": 1.0, "mscale_all_dim": 0.0}
@@ -101,7 +101,8 @@ def _yarn_of_json(rope: Json) -> dict[str, Any]:
         **ours,
     }
     if magnitude is not None and not math.isclose(magnitude, _magnitude(ModelConfig(**yarn))):
-        yarn |= {"mscale": (magnitude - 1.0) / (0.1 * math.log(rope["factor"])), "mscale_all_dim": 0.0}
+        log = 0.1 * math.log(rope["factor"])
+        yarn |= {"mscale": max(0.0, magnitude - 1.0) / log, "mscale_all_dim": max(0.0, 1.0 / magnitude - 1.0) / log}
     return yarn
 
 

@@ -181,11 +181,14 @@ def _left_out(tokenizer: Tokenizer) -> str:
     return f"; it puts {' '.join(left_out)} around a text, which the run left out: give it add_special_tokens=False"
 
 
-def copy_tokenizer(source: Path, token_ids: Mapping[str, Any], folder: Path) -> ExportedTokenizer:
+def copy_tokenizer(
+    source: Path, token_ids: Mapping[str, Any], folder: Path, *, model_changes_type: bool = False
+) -> ExportedTokenizer:
     """Copy the tokenizer of a Hugging Face folder, and what says how to generate, beside its model exported anew.
 
     Args:
         token_ids: those of its config.json.
+        model_changes_type: the model is exported as another `model_type`, which may have another class of tokenizer.
 
     Raises:
         UserError: a file is damaged.
@@ -196,6 +199,8 @@ def copy_tokenizer(source: Path, token_ids: Mapping[str, Any], folder: Path) -> 
     if copied == [_GENERATION]:
         message += "; it has no tokenizer"
     has_tokenizer = any((source / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+    if model_changes_type and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        message += _keep_class(source, folder)
     return ExportedTokenizer(message, token_ids, has_tokenizer)
 
 
@@ -233,11 +238,7 @@ def import_tokenizer(folder: Path, target: Path, final: Path | None = None) -> I
         check_json_files(folder)
         target.mkdir(parents=True, exist_ok=True)
         message = f"tokenizer: {', '.join(_copy_files(folder, target))} in {final}"
-        if not _names_class(folder):
-            try:
-                _name_class(target, HuggingFaceTokenizer(str(folder)))
-            except UserError as error:
-                message = f"{message}; {error}"
+        message += _keep_class(folder, target)
         return ImportedTokenizer(message, "HuggingFaceTokenizer", str(final))
     if (folder / "tokenizer.model").is_file():
         SentencePieceTokenizer(str(folder / "tokenizer.model"))
@@ -282,6 +283,21 @@ def _names_class(folder: Path) -> bool:
     Otherwise the model's config.json beside them does, and another one has another class.
     """
     return "tokenizer_class" in _settings(folder)
+
+
+def _keep_class(source: Path, copy: Path) -> str:
+    """Have a copy of a tokenizer's files name the class that the model's config.json beside `source` gives it.
+
+    Returns:
+        The end of a message: why the class is not known.
+    """
+    if _names_class(source):
+        return ""
+    try:
+        _name_class(copy, HuggingFaceTokenizer(str(source)))
+    except UserError as error:
+        return f"; {error}"
+    return ""
 
 
 def _name_class(folder: Path, tokenizer: HuggingFaceTokenizer) -> None:

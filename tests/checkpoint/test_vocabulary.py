@@ -82,3 +82,21 @@ def test_another_vocabulary_is_another_model(ranks: RankPool, tmp_path: Path) ->
     with pytest.raises(RankError, match=r"a vocabulary of 40 tokens, this run has 41; give --vocab-size 40"):
         fit(ranks, tmp_path / "c", 1, **{**resumed, "vocab_size": 41})
     assert fit(ranks, tmp_path / "d", 1, **{**resumed, "vocab_size": 41, "finetune": True})
+
+
+def test_finetuning_takes_another_vocabulary_that_is_padded_to_other_rows(ranks: RankPool, tmp_path: Path) -> None:
+    """New tokens take padding rows, whatever the tensor-parallel size pads beyond; fewer tokens leave rows out."""
+    fit(ranks, tmp_path, 1, save=tmp_path, train_iters=1, **SETTINGS)
+    table = whole(tmp_path / "iter_0000001", KEY)
+    tuned = {**SETTINGS, "load": tmp_path, "train_iters": 1, "finetune": True, "lr": 1e-30, "weight_decay": 0.0}
+    for vocab_size, tensor_size, num_rows in ((47, 2, 64), (20, 1, 32)):
+        more = {"vocab_size": vocab_size, "tensor_model_parallel_size": tensor_size, "save": tmp_path / str(vocab_size)}
+        assert fit(ranks, tmp_path / f"log{vocab_size}", tensor_size, **{**tuned, **more})
+        own = whole(tmp_path / str(vocab_size) / "iter_0000001", KEY)
+        assert own.shape == (num_rows, 64)
+        # Scale blocks of the master are cut elsewhere.
+        assert torch.allclose(own[:vocab_size], table[:vocab_size], rtol=2**-10, atol=1e-6)
+    with pytest.raises(
+        RankError, match=r"has 48 rows, fewer than the vocabulary of 49 tokens .*give a --vocab-size up"
+    ):
+        fit(ranks, tmp_path / "more", 1, **{**tuned, "vocab_size": 49})

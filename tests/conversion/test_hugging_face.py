@@ -77,6 +77,34 @@ def test_models_that_are_written_as_a_llama(tmp_path: Path, name: str) -> None:
     assert differ_by(load_logits(tmp_path / "llama", TOKENS), expected) < FP32_TOLERANCE
 
 
+@pytest.mark.parametrize(("name", "kind"), [("mistral", "mistral"), ("qwen2", "qwen2"), ("llama_mha", None)])
+def test_a_width_that_transformers_llama_does_not_take(tmp_path: Path, name: str, kind: str | None) -> None:
+    """Its hidden size is a multiple of its heads; that of the others need not be."""
+    given, settings = (MODELS | READ_MODELS)[name]
+    model = model_from_json({**settings, "model_type": given.lower(), "hidden_size": 90, "head_dim": 16})
+    if kind is None:
+        with pytest.raises(CheckpointError, match=r"llama: hidden_size\(90\) no multiple of num_attention_heads\(4\);"):
+            family_of(replace(model, disable_bias_linear=False))
+        return
+    weights = _RandomWeights(weight_shapes(model, VOCAB_SIZE))
+    write_hugging_face(tmp_path, weights, model, VOCAB_SIZE, Export(torch.float32))
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == kind
+    assert differ_by(logits_of_weights(weights, model, TOKENS), load_logits(tmp_path, TOKENS)) < FP32_TOLERANCE
+    assert HuggingFaceWeights(tmp_path).model == replace(model, seq_length=64)
+
+
+class _RandomWeights:
+    """Weights of given shapes, each drawn from its place."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+    def read(self, key: str, layer: int | None) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(map(ord, f"{key}{layer}")))
+        shape = self.shapes[key] if layer is None else self.shapes[key][1:]
+        return torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 1.0)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_round_trip_gives_every_bit_back(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     """Theirs → ours as torch_dist, padded → theirs; written in shards, read by safetensors itself."""
@@ -195,6 +223,16 @@ def test_yarn_in_other_words() -> None:
     assert model_from_json(outside).yarn_original_max_position_embeddings == 16
 
 
+@pytest.mark.parametrize("magnitude", [0.25, 1.0 / 1.1386294361119891, 1.0, 1.7])
+def test_every_magnitude_of_yarn_goes_both_ways(magnitude: float) -> None:
+    """Models below 1 are of `mscale` 0, which transformers takes in no other words."""
+    model = model_from_json({**YARN_JSON, "rope_scaling": {**YARN_JSON["rope_scaling"], "attention_factor": magnitude}})
+    written = json_from_model(model, 99, "float32")
+    assert written["rope_scaling"]["attention_factor"] == pytest.approx(magnitude, rel=1e-12)
+    again = model_from_json(written)
+    assert (again.mscale, again.mscale_all_dim) == pytest.approx((model.mscale, model.mscale_all_dim), abs=1e-12)
+
+
 def test_both_places_of_rope_theta_are_read() -> None:
     assert model_from_json(LLAMA_JSON).rotary_base == 10000
     assert model_from_json({**LLAMA_JSON, "rope_theta": 5e5}).rotary_base == 500000
@@ -255,8 +293,8 @@ NO_NUMBERS = ("1e-5", None, True, -1.0, 0, float("nan"), float("inf"), [], 10**4
         ),
         ({**YARN_JSON, "max_position_embeddings": 64, "original_max_position_embeddings": "40"}, r"embeddings\('40'\)"),
         (
-            {**LLAMA_JSON, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.5}},
-            r"attention_factor\(0.5\) of rope_scaling\(yarn\) is wrong: expected a finite number of 1 or more",
+            {**LLAMA_JSON, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.0}},
+            r"attention_factor\(0.0\) of rope_scaling\(yarn\) is wrong: expected a finite number above 0",
         ),
         ({**YARN_JSON, "rope_theta": 1}, r"rope_theta\(1\) of rope_scaling\(yarn\) is wrong"),
         ({**LLAMA_JSON, "rope_theta": 10000.5}, r"rope_theta\(10000.5\)"),
@@ -316,7 +354,7 @@ def test_a_model_between_the_architectures_says_what_stands_against_each() -> No
     settings = {**LLAMA_JSON, "model_type": "mistral", "num_key_value_heads": 2, "attention_bias": False}
     mistral = model_from_json(settings)
     assert mistral.window_size == "4095,0" and family_of(mistral) is Family.MISTRAL
-    with pytest.raises(CheckpointError, match=r"llama: window_size\(4095,0\); .*mistral: layers without a window$"):
+    with pytest.raises(CheckpointError, match=r"llama: window_size\(4095,0\); .*mistral: layers without a window;"):
         family_of(replace(mistral, window_attn_skip_freq="2"))
     both = replace(model_from_json(LLAMA_JSON), use_rope_scaling=True, rotary_seq_len_interpolation_factor=2)
     with pytest.raises(CheckpointError, match=r"llama: use_rope_scaling beside rotary_seq_len_interpolation_factor"):

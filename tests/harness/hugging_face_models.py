@@ -69,7 +69,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 #: Read alone: written as a Llama, which computes the same.
 READ_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": None}),
-    "qwen2_yarn": ("Qwen2", {**_LLAMA, "num_key_value_heads": 2, "rope_parameters": {**_YARN, "factor": 2.5}}),
+    "qwen2_yarn": (
+        "Qwen2",
+        {**_LLAMA, "num_key_value_heads": 2, "rope_parameters": {**_YARN, "factor": 2.5, "attention_factor": 0.8}},
+    ),
     "qwen2": ("Qwen2", {**_LLAMA, "num_key_value_heads": 2, "tie_word_embeddings": True}),
 }
 

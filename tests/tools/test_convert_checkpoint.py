@@ -172,6 +172,36 @@ def test_a_failure_in_the_middle_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_a_damaged_checkpoint_is_told_with_a_flag_that_the_tool_has(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(llama, tmp_path / "ours", "ours", "--precision", "bf16", "--no-verify") == 0
+    folder = tmp_path / "ours" / "iter_0000000"
+    (folder / "checkpoint.json").write_bytes(b"{}")
+    assert convert(tmp_path / "ours", tmp_path / "out", "hf") == 2
+    error = capsys.readouterr().err
+    assert "checkpoint.json is damaged: it has 2 bytes" in error and "use another iteration (--iteration)" in error
+    (folder / "manifest.json").unlink()
+    assert convert(tmp_path / "ours", tmp_path / "out", "hf") == 2
+    assert capsys.readouterr().err.endswith("manifest.json is missing; use another iteration\n")
+
+
+@pytest.mark.parametrize("settings", [None, {"eos_token": "<|endoftext|>"}])
+def test_a_tokenizer_keeps_its_class_beside_a_model_of_another_type(tmp_path: Path, settings: dict | None) -> None:
+    """The config.json gives it its class: a Qwen2's has special tokens, a Llama's none."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    folder = save_model(make_model("qwen2"), tmp_path / "in")
+    words = {letter: index for index, letter in enumerate("abcdefgh")} | {"<|endoftext|>": 8}
+    tokenizers.Tokenizer(tokenizers.models.BPE(words, [])).save(str(folder / "tokenizer.json"))
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert convert(folder, tmp_path / "out", "hf", "--no-verify") == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "out"))
+    assert type(after) is type(before) and after.special_tokens_map == before.special_tokens_map
+    assert after.encode("bad head") == before.encode("bad head")
+
+
 def test_another_conversion_into_the_same_folder_is_told(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

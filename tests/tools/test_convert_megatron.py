@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="exports are compared with transformers (pip install -e '.[dev]')")
 
+from fp8_megatron.checkpoint.megatron_layout import part_of
 from fp8_megatron.checkpoint.weights import WeightReader, module_name, places
 from fp8_megatron.commands import convert_checkpoint, inspect_checkpoint
 from fp8_megatron.config.io import load_config, save_config
@@ -81,6 +82,83 @@ def test_to_fp8_and_to_torch_dist(run: Path, tmp_path: Path, capsys: pytest.Capt
     if run.name == "llama":  # GPT-2 has no FP8 form
         assert convert(run / "torch", tmp_path / "fp8", "hf", *size, "--fp8", "compressed-tensors") == 0
         assert "weights rounded to float8_e4m3fn" in capsys.readouterr().err
+
+
+def test_the_parts_of_tensor_parallel_ranks_are_joined(run: Path, tmp_path: Path) -> None:
+    _on_two_ranks(run, tmp_path / "two")
+    assert_megatrons_weights(open_source(tmp_path / "two", vocab_size=VOCAB_SIZE).weights, run, number_of_weights(run))
+
+
+_QKV, _EMBEDDING, _HEAD = "self_attention.linear_qkv.weight", "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@pytest.mark.parametrize(
+    ("rank", "damage", "message"),
+    [
+        (0, {f"decoder.layers.1.{_QKV}": None}, f"has 2 layers and no decoder.layers.{_QKV}, layer 1: a file is"),
+        (
+            1,
+            {f"decoder.layers.1.{_QKV}": None},
+            f"mp_rank_01: decoder.layers.1.{_QKV} is missing, and is (128, 128) on",
+        ),
+        (0, {f"decoder.layers.0.{_QKV}": (96, 128)}, "layer 0 has shape (192, 128), and is (256, 128) in other"),
+        (1, {_EMBEDDING: (64, 128)}, f"mp_rank_01: {_EMBEDDING} has shape (64, 128), and is (128, 128) on other ranks"),
+        (0, {_EMBEDDING: None}, f"has no {_EMBEDDING!r}, which this model has"),
+        (0, {_HEAD: (256, 128)}, "the head has 512 rows, the embedding 256: a file is damaged"),
+        (0, "args", "has no arguments of Megatron-LM, which say whether an MLP has two halves: its 2 tensor-parallel"),
+    ],
+    ids=["layer", "missing", "other_shape", "other_rank", "embedding", "head", "arguments"],
+)
+def test_damaged_ranks_are_named(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rank: int,
+    damage: dict[str, tuple[int, ...] | None] | str,
+    message: str,
+) -> None:
+    """Each file is one of `torch.save`, so only what they hold together shows it."""
+    if run.name != "llama":
+        pytest.skip("one model is enough")
+    folder = _on_two_ranks(run, tmp_path / "two")
+    for file in folder.glob("mp_rank_*/*.pt") if isinstance(damage, str) else [_file(folder, rank)]:
+        content = torch.load(file, weights_only=False)
+        if isinstance(damage, str):
+            del content[damage]
+        else:
+            for name, shape in damage.items():
+                old = content["model"].pop(name)
+                content["model"] |= {} if shape is None else {name: torch.ones(shape, dtype=old.dtype)}
+        torch.save(content, file)
+    size = ("--vocab-size", str(VOCAB_SIZE))
+    if isinstance(damage, str):
+        own = config_of(run.name)
+        save_config(replace(own, model=replace(own.model, vocab_size=VOCAB_SIZE)), tmp_path / "model.yaml")
+        size = ("--config", str(tmp_path / "model.yaml"))
+    assert convert(tmp_path / "two", tmp_path / "out", "ours", *size, "--precision", "bf16") == 2
+    error = capsys.readouterr().err
+    assert message in error and "internal error" not in error, error
+    assert not (tmp_path / "out").exists()
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+
+
+def _on_two_ranks(run: Path, root: Path) -> Path:
+    """A checkpoint in the format torch as two tensor-parallel ranks would have saved it, weights alone."""
+    folder = root / FOLDER
+    content = torch.load(_file(run / "torch" / FOLDER, 0), weights_only=False)
+    weights = {name: value for name, value in content["model"].items() if isinstance(value, Tensor)}
+    for rank in range(2):
+        own = {
+            name: part_of(name, value, rank, 2, is_gated=content["args"].swiglu).clone()
+            for name, value in weights.items()
+        }
+        _file(folder, rank).parent.mkdir(parents=True)
+        torch.save({**{name: content[name] for name in ("args", "iteration")}, "model": own}, _file(folder, rank))
+    (root / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
+    return folder
 
 
 def test_converted_weights_without_an_iteration(run: Path, tmp_path: Path) -> None:
