@@ -152,6 +152,14 @@ class ParamGrad:
         """See `GradSource`."""
         self.space.scale_(factor, self.slot)
 
+    def leave_to_others(self) -> None:
+        """Somebody else works on ``p.grad`` from now on, so what there is of it becomes a plain tensor; called by every
+        replica."""
+        self.is_left_to_others = True
+        grad = self.param.grad
+        if isinstance(grad, GradTensor) and self.is_own(grad):
+            self.param.grad = self.values().to(self.param.dtype)
+
     def scale_others_(self, factor: Tensor) -> None:
         """Multiply ``p.grad`` where somebody else keeps it (`is_left_to_others`): the next step takes its values."""
         if not self.is_left_to_others:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Container, Mapping, Sequence
+from numbers import Integral
 from typing import TypeVar
 
 import torch
@@ -109,7 +110,7 @@ def initialize(
     return model, built
 
 
-def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: int | None) -> None:
+def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: object) -> None:
     """Check arguments of `initialize` that need no model.
 
     Raises:
@@ -119,7 +120,14 @@ def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: i
         raise UserError(f"opt_level({opt_level!r}) is not one of {', '.join(LEVEL_NAMES)}")
     if filter is not None and not callable(filter):
         raise UserError(f"filter({filter!r}) is not a function: give one of (name, layer), such as a lambda")
-    if gradient_accumulation_steps is not None and gradient_accumulation_steps < 1:
+    if gradient_accumulation_steps is None:
+        return
+    if not isinstance(gradient_accumulation_steps, Integral):
+        raise UserError(
+            f"gradient_accumulation_steps({gradient_accumulation_steps!r}) is not a whole number: give the backward "
+            f"passes per step, or leave it out"
+        )
+    if gradient_accumulation_steps < 1:
         raise UserError(f"gradient_accumulation_steps({gradient_accumulation_steps}) is less than 1: leave it out")
 
 

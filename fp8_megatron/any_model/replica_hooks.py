@@ -62,7 +62,7 @@ class _LeftOut:
         model = self._model()
         assert model is not None
         if self._kept is not None:
-            self._kept.is_left_to_others = True
+            self._kept.leave_to_others()
             if not self._kept.param._backward_hooks:  # DDP sees autograd's gradients alone
                 self._kept.param.register_hook(_unchanged)
         has_any = self._kept is not None
@@ -129,6 +129,8 @@ class _SeesDDP:
                 "initialize itself, which shares its gradients without DDP"
             )
         self._kept.is_left_to_others = ddp is not None
+        if ddp is not None and torch.is_grad_enabled():  # one replica alone may evaluate
+            self._kept.leave_to_others()
         if self._replication is not None and torch.is_grad_enabled():
             self._replication.ddp_holds_back = ddp is not None and not ddp.require_backward_grad_sync
             if ddp is not None and ddp._join_config.enable and not ddp._join_config.throw_on_early_termination:

@@ -198,6 +198,7 @@ class WholeState:
             ValueError: groups or shapes differ, or the state is another optimizer's. Nothing has changed.
         """
         saved_groups = state_dict["param_groups"]
+        _check_groups(saved_groups)
         turned = self._turned(state_dict["state"], groups, saved_groups)
         own = self._own_part(turned, groups, saved_groups)
         saved_states = {number: _present(entry) for number, entry in own.items()}
@@ -247,6 +248,20 @@ class WholeState:
             saved = {key.removeprefix(prefix): value for key, value in run.items() if key.startswith(prefix)}
             if saved and bool(saved["scale"].any()):
                 history.load_state_dict(saved)
+
+
+def _check_groups(saved_groups: Groups) -> None:
+    """Check that saved groups are those of Adam: SGD without momentum has no state by which it could be told.
+
+    Raises:
+        ValueError: a group has no betas.
+    """
+    for index, group in enumerate(saved_groups):
+        if "betas" not in group:
+            raise ValueError(
+                f"the saved param_groups[{index}] has {', '.join(map(str, group))} and no betas: it is not one of "
+                f"Adam, AdamW or this optimizer"
+            )
 
 
 def _present(entry: Mapping[str, Any]) -> dict[str, Any]:

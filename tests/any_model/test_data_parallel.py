@@ -190,6 +190,36 @@ def test_torchs_ddp_may_wrap_the_model(ranks: RankPool, clips: str) -> None:
             assert torch.equal(value, plain[0][1][name]), name
 
 
+def _called_with_and_without_ddp(group: Group, wraps: bool) -> dict[str, Tensor]:
+    """A step before DDP wraps the model, then three with it; the model itself runs between backward and step. Gradients
+    stay, as zeros and as those of the first of two backward passes."""
+    model, optimizer = build("O2")
+    called: torch.nn.Module = model
+    for step in range(4):
+        tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(2 * step + group.rank()))
+        called(tokens[0]).square().mean().backward()
+        with torch.no_grad():
+            model(tokens[0])
+        clip_grad_norm_(model, 1e9)
+        called(tokens[1]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if wraps and step == 0:
+            called = torch.nn.parallel.DistributedDataParallel(model)
+    return values(model)
+
+
+def test_the_model_runs_with_and_without_ddp(ranks: RankPool) -> None:
+    """What there is of a gradient when DDP takes it over is a tensor that DDP writes into."""
+    plain = ranks.run(on_default_group, _called_with_and_without_ddp, False, num_ranks=2)
+    wrapped = ranks.run(on_default_group, _called_with_and_without_ddp, True, num_ranks=2)
+    for weights in wrapped:
+        for name, value in weights.items():
+            assert torch.equal(value, wrapped[0][name]), f"replicas differ in {name}"
+            # DDP adds the two FP32 gradients of one vector in another order.
+            assert snr_db(value, plain[0][name]) > 50, name
+
+
 def _linears_alone(group: Group, wraps: bool, biases: tuple[bool, bool]) -> tuple[list[float], dict[str, Tensor]]:
     """Fit a function with FP8 layers alone; each rank has its own batches."""
     torch.manual_seed(group.rank())

@@ -128,6 +128,8 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         ),
         (_with(filter="lm_head"), r"filter\('lm_head'\) is not a function: give one of \(name, layer\)"),
         (_with(gradient_accumulation_steps=0), r"gradient_accumulation_steps\(0\) is less than 1: leave it out"),
+        (_with(gradient_accumulation_steps="2"), r"gradient_accumulation_steps\('2'\) is not a whole number"),
+        (_with(gradient_accumulation_steps=2.5), r"gradient_accumulation_steps\(2.5\) is not a whole number"),
         (
             lambda model: fp8_megatron.initialize(torch.optim.AdamW(model.parameters()), model),  # type: ignore[type-var]
             r"model has the type AdamW: call initialize\(model, optimizer\) with a torch.nn.Module",
@@ -145,6 +147,8 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         "lazy",
         "filter",
         "steps",
+        "steps in a string",
+        "half a step",
         "swapped",
     ],
 )

@@ -197,9 +197,10 @@ def test_moments_of_gpt2s_conv1d_are_torchs(out_features: int) -> None:
     assert snr_db(o1.state_dict()["state"][0]["exp_avg"], expected["exp_avg"]) > 30.5  # E4M3 has 31.5 dB
 
 
-@pytest.mark.parametrize("damage", ["other_optimizer", "other_shape"])
+@pytest.mark.parametrize("damage", ["other_optimizer", "other_shape", "no_state"])
 def test_a_state_that_does_not_fit_changes_nothing(damage: str) -> None:
-    """The state of SGD, or of an 8-bit Adam, would leave the moments at zero beside a late step."""
+    """The state of SGD, or of an 8-bit Adam, would leave the moments at zero beside a late step. SGD without momentum
+    has none, and would start the moments anew."""
     model, optimizer = build("O2")
     train(model, optimizer, range(2))
     before, weights = copy.deepcopy(optimizer.state_dict()), values(model)
@@ -208,9 +209,13 @@ def test_a_state_that_does_not_fit_changes_nothing(damage: str) -> None:
     last = max(state["state"])
     if damage == "other_optimizer":
         state["state"][last] = {"step": torch.tensor(9.0), "momentum_buffer": torch.zeros(3)}
+    elif damage == "no_state":
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        state = torch.optim.SGD(groups, lr=7.0).state_dict()
     else:
         state["state"][last] = {key: value[:1] for key, value in state["state"][last].items() if value.ndim}
-    with pytest.raises(ValueError, match="momentum_buffer" if damage == "other_optimizer" else "has the shape"):
+    messages = {"other_optimizer": "momentum_buffer", "no_state": "no betas: it is not one of Adam"}
+    with pytest.raises(ValueError, match=messages.get(damage, "has the shape")):
         optimizer.load_state_dict(state)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
