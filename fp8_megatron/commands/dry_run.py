@@ -63,16 +63,28 @@ def dry_run_report(config: Config, world_size: int) -> str:
         f"ranks: {world_size} = tensor {tp} × {context}pipeline {pp} × data {config.data_parallel_size(world_size)}",
         *([f"stages: {layout.text} (E embedding, t layer, L loss)"] if pp > 1 else []),
         *([f"FP8: {config.fp8_summary}"] if config.precision.is_fp8 else []),
-        *(_evaluation(config) if config.training.skip_train else _steps(config, padded, world_size)),
+        *(_evaluation(config, padded, world_size) if config.training.skip_train else _steps(config, padded, world_size)),
         "not checked here: files, folders, installed packages, the GPUs",
     ]
     return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])
 
 
-def _evaluation(config: Config) -> list[str]:
-    """What --skip-train does."""
-    num_sequences = config.training.micro_batch_size
-    return [f"evaluation: micro-batches of {num_sequences} per rank, nothing is trained; activations are not predicted"]
+def _evaluation(config: Config, padded_vocab_size: int, world_size: int) -> list[str]:
+    """What --skip-train does, and the peak of its memory."""
+    from ..planning.activations import predict_validation_bytes
+    from ..planning.memory import predict_memory
+
+    peaks: dict[int, tuple[int, int]] = {}
+    for stage in range(config.parallel.pipeline_model_parallel_size):
+        state = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
+        activations = predict_validation_bytes(config, padded_vocab_size, stage=stage)
+        peaks[stage] = state.linear.total + state.rest.total + activations, activations
+    stage = max(peaks, key=lambda one: peaks[one])
+    peak, activations = peaks[stage]
+    return [
+        f"evaluation: micro-batches of {config.training.micro_batch_size} per rank, nothing is trained",
+        f"peak: predicted {_gigabytes(peak)} GB of stage {stage}, with {_gigabytes(activations)} GB of activations",
+    ]
 
 
 def _steps(config: Config, padded_vocab_size: int, world_size: int) -> list[str]:

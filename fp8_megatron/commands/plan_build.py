@@ -45,6 +45,8 @@ def report_build(configs: Mapping[str, Config], world_size: int) -> None:
                 for stage in stages_to_build(config)
             ]
             print(_table(level, config, world_size, built), flush=True)
+            held = max(memory.validation for memory, _ in built)
+            print(f"{level}: beside the state, a step of validation holds up to {held / 1e9:.2f} GB", flush=True)
     print(
         "built on a CPU from tensors without values, two steps of megatron-core's schedule; not counted: memory inside "
         "kernels, the CUDA context, NCCL, fragments"

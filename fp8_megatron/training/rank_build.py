@@ -71,7 +71,7 @@ def check_buildable(config: Config) -> None:
 
 
 def build_rank(config: Config, *, world_size: int, stage: int) -> RankMemory:
-    """Build the first rank of a pipeline stage, train two steps, and count.
+    """Build the first rank of a pipeline stage, train two steps, run one of validation, and count.
 
     A step has as many micro-batches as fill the pipeline, if the run's has more.
 

@@ -51,6 +51,7 @@ def test_ranks_are_built(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(words.split()) == 0
     out = capsys.readouterr().out
     assert "as built, bf16: TP 1 × PP 2 × DP 2, micro-batch 4" in out and "as built, O3" in out
+    assert [line.split(":")[0] for line in out.splitlines() if "a step of validation holds" in line] == ["bf16", "O3"]
     rows = [row for row in _rows(out) if row[0].isdigit()]
     assert [row[0] for row in rows] == ["0", "1"] * 2
     for row in rows:
