@@ -59,11 +59,12 @@ def dry_run_report(config: Config, world_size: int) -> str:
         notes[0] += " (GPT-2's; the tokenizer is not read)"
     context = f"context {parallel.context_parallel_size} × " if parallel.context_parallel_size > 1 else ""
     layout = config.pipeline_layout
+    work = _evaluation if config.training.skip_train else _steps
     notes += [
         f"ranks: {world_size} = tensor {tp} × {context}pipeline {pp} × data {config.data_parallel_size(world_size)}",
         *([f"stages: {layout.text} (E embedding, t layer, L loss)"] if pp > 1 else []),
         *([f"FP8: {config.fp8_summary}"] if config.precision.is_fp8 else []),
-        *(_evaluation(config, padded, world_size) if config.training.skip_train else _steps(config, padded, world_size)),
+        *work(config, padded, world_size),
         "not checked here: files, folders, installed packages, the GPUs",
     ]
     return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])
