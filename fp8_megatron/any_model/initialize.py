@@ -62,7 +62,7 @@ def initialize(
     Raises:
         UserError: the model or the optimizer cannot be used, with its name and the fix.
     """
-    _check_values(opt_level, filter, gradient_accumulation_steps)
+    _check_values(opt_level, filter, process_group, gradient_accumulation_steps)
     _check_model(model)
     if isinstance(optimizer, FP8Optimizer):
         raise UserError("the optimizer is an FP8Optimizer already: initialize is called once")
@@ -110,7 +110,7 @@ def initialize(
     return model, built
 
 
-def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: object) -> None:
+def _check_values(opt_level: str, filter: object, process_group: object, gradient_accumulation_steps: object) -> None:
     """Check arguments of `initialize` that need no model.
 
     Raises:
@@ -120,6 +120,11 @@ def _check_values(opt_level: str, filter: object, gradient_accumulation_steps: o
         raise UserError(f"opt_level({opt_level!r}) is not one of {', '.join(LEVEL_NAMES)}")
     if filter is not None and not callable(filter):
         raise UserError(f"filter({filter!r}) is not a function: give one of (name, layer), such as a lambda")
+    if process_group is not None and not (torch.distributed.is_available() and isinstance(process_group, Group)):
+        raise UserError(
+            f"process_group({process_group!r}) is no process group that has this rank: give one of "
+            f"torch.distributed.new_group, or get_group() of a mesh with one dimension"
+        )
     if gradient_accumulation_steps is None:
         return
     if not isinstance(gradient_accumulation_steps, Integral):

@@ -772,3 +772,67 @@ def test_collectives_that_would_write_into_a_copy_are_an_error(ranks: RankPool) 
     ):
         assert all("copy it with p.copy_(…)" in message for message in (of_weight, also_of_weight))
         assert all("p.grad is their mean already" in message for message in (of_grad, also_of_grad))
+
+
+class Trained(NamedTuple):
+    """What a rank has after two steps."""
+
+    losses: list[float]
+    values: dict[str, Tensor]
+    state: dict[int, dict[str, Tensor]]
+
+
+def trained(group: Group, pair: int, with_ddp: bool) -> Trained:
+    """Two steps of a model that the ranks of `group` share.
+
+    Args:
+        pair: chooses weights and data.
+    """
+    torch.manual_seed(10 * pair + group.rank())  # the group's first rank has the values
+    model = Model()
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=5e-3), process_group=group)
+    forward: torch.nn.Module = model
+    if with_ddp:
+        forward = torch.nn.parallel.DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    losses = []
+    for step in range(2):
+        generator = torch.Generator().manual_seed(100 * pair + 10 * step + group.rank())
+        tokens = torch.randint(50, (4, 8), generator=generator)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(forward(tokens).flatten(0, 1), tokens.flatten() % 7)
+        loss.backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    state = optimizer.state_dict()["state"]
+    floats = {index: {key: value.float() for key, value in entry.items()} for index, entry in state.items()}
+    return Trained(losses, {name: value.float() for name, value in values(model).items()}, floats)
+
+
+def trained_in_pairs(group: Group, pairs: list[list[int]], with_ddp: bool) -> Trained:
+    """`trained` by each pair of ranks; both pairs at once."""
+    groups = [torch.distributed.new_group(members) for members in pairs]
+    pair = next(index for index, members in enumerate(pairs) if group.rank() in members)
+    return trained(groups[pair], pair, with_ddp)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "with_ddp"),
+    [([[0, 1], [2, 3]], False), ([[0, 2], [1, 3]], True), pytest.param([[3, 0], [2, 1]], False, marks=pytest.mark.slow)],
+)
+def test_each_group_of_ranks_has_a_model(ranks: RankPool, pairs: list[list[int]], with_ddp: bool) -> None:
+    """Two pairs of four ranks train two models as two ranks alone train each, bit for bit."""
+    everyones = ranks.run(on_default_group, trained_in_pairs, pairs, with_ddp, num_ranks=4)
+    for pair, members in enumerate(pairs):
+        alone = ranks.run(on_default_group, trained, pair, with_ddp, num_ranks=2)
+        for rank, expected in zip(sorted(members), alone, strict=True):
+            assert everyones[rank].losses == expected.losses
+            assert_equal_tensors(everyones[rank].values, expected.values)
+            for index, entry in expected.state.items():
+                assert_equal_tensors(everyones[rank].state[index], entry)
+
+
+def assert_equal_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name

@@ -130,6 +130,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         (_with(gradient_accumulation_steps=0), r"gradient_accumulation_steps\(0\) is less than 1: leave it out"),
         (_with(gradient_accumulation_steps="2"), r"gradient_accumulation_steps\('2'\) is not a whole number"),
         (_with(gradient_accumulation_steps=2.5), r"gradient_accumulation_steps\(2.5\) is not a whole number"),
+        (_with(process_group=-100), r"process_group\(-100\) is no process group that has this rank: give one of"),
         (
             lambda model: fp8_megatron.initialize(torch.optim.AdamW(model.parameters()), model),  # type: ignore[type-var]
             r"model has the type AdamW: call initialize\(model, optimizer\) with a torch.nn.Module",
@@ -149,6 +150,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         "steps",
         "steps in a string",
         "half a step",
+        "not a group",
         "swapped",
     ],
 )
