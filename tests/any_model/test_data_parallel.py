@@ -818,7 +818,11 @@ def trained_in_pairs(group: Group, pairs: list[list[int]], with_ddp: bool) -> Tr
 
 @pytest.mark.parametrize(
     ("pairs", "with_ddp"),
-    [([[0, 1], [2, 3]], False), ([[0, 2], [1, 3]], True), pytest.param([[3, 0], [2, 1]], False, marks=pytest.mark.slow)],
+    [
+        ([[0, 1], [2, 3]], False),
+        ([[0, 2], [1, 3]], True),
+        pytest.param([[3, 0], [2, 1]], False, marks=pytest.mark.slow),
+    ],
 )
 def test_each_group_of_ranks_has_a_model(ranks: RankPool, pairs: list[list[int]], with_ddp: bool) -> None:
     """Two pairs of four ranks train two models as two ranks alone train each, bit for bit."""
