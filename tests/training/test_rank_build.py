@@ -193,7 +193,7 @@ def test_what_the_prediction_leaves_out_without_tensor_parallelism() -> None:
     config = parse_config(words)
     memory = build_rank(config, world_size=128, stage=0)
     predicted = predict_peak(config, padded_vocab_size(config), world_size=128).total
-    assert memory.peak / 1e9 == pytest.approx(37.1, abs=0.05001)
+    assert memory.peak / 1e9 == pytest.approx(36.2, abs=0.05001)
     assert 0 < memory.peak - predicted < 0.05 * predicted
 
 
