@@ -16,7 +16,7 @@ from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..sharding.partition import Fragment, Slot
 from .files import CheckpointError, candidates, iteration_folder, saved_iterations, unfinished_folders
-from .manifest import problem_with, read_manifest
+from .manifest import check_files, problem_with, read_manifest
 from .megatron_loading import load_megatron_checkpoint, megatron_folder
 from .placement import Placement
 from .ranks import Ranks
@@ -139,13 +139,10 @@ def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tup
     Raises:
         CheckpointError: damaged, or of another model.
     """
-    records = read_manifest(folder)
-    problem = next((text for record in records if (text := problem_with(folder, record)) is not None), None)
-    if problem is not None:
-        raise CheckpointError(f"{problem}; use another iteration")
+    check_files(folder)
     saved = SavedRun(folder)
     for placement in placements.values():
-        _raise_first(saved.mismatch(placement, None))
+        _raise_if(saved.mismatch(placement, None))
     wanted = [Elements(placement, "master", 0, math.prod(placement.local_shape)) for placement in placements.values()]
     for (name, placement), value in zip(placements.items(), saved.read(wanted), strict=True):
         yield name, value.view(placement.local_shape)
@@ -291,17 +288,17 @@ def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
     setting = setting or saved.vocabulary_problem(state.vocab_size, finetune=finetune)
     everyones = Ranks(state.topology).everyones((mine, {placement.key for placement in placements}, setting))
     for problem, _, _ in everyones:
-        _raise_first(problem)
+        _raise_if(problem)
     known = set().union(*(keys for _, keys, _ in everyones))
     weights = (key for key in saved.reader.shapes if not key.startswith("optimizer."))
-    _raise_first(unread_tensor(saved.folder, weights, known))
+    _raise_if(unread_tensor(saved.folder, weights, known))
     for _, _, problem in everyones:
-        _raise_first(problem)
+        _raise_if(problem)
     before = saved.description["vocab_size"]
     if before != state.vocab_size and state.topology.rank == 0:
         logger.warning("%s has a vocabulary of %d tokens, this run has %d", saved.folder, before, state.vocab_size)
 
 
-def _raise_first(problems: list[str] | str | None) -> None:
-    if problems:
-        raise CheckpointError(problems if isinstance(problems, str) else problems[0])
+def _raise_if(problem: str | None) -> None:
+    if problem is not None:
+        raise CheckpointError(problem)

@@ -202,14 +202,14 @@ def problem_with(folder: Path, record: FileRecord, *, num_threads: int = NUM_REA
     return None
 
 
-def check_files(folder: Path, names: Container[str]) -> None:
-    """Compare the files of these names with the manifest.
+def check_files(folder: Path, names: Container[str] | None = None) -> None:
+    """Compare the files of these names, or all of them, with the manifest.
 
     Raises:
         CheckpointError: the first problem; the manifest itself is missing or damaged.
     """
     for record in read_manifest(folder):
-        if record.name in names and (problem := problem_with(folder, record)) is not None:
+        if (names is None or record.name in names) and (problem := problem_with(folder, record)) is not None:
             raise CheckpointError(f"{problem}; use another iteration")
 
 

@@ -43,70 +43,67 @@ class BufferedP2PCommunicator(P2PCommunicator):
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         assert wait_on_reqs, "a buffer that is on its way cannot be filled again"
         exchange = _batched_p2p_ops if self.config.batch_p2p_comm else _p2p_ops
-        received = {
-            name: self._buffer(name, tensor_shape, self.config.pipeline_dtype) if wanted else None
+        from_previous, from_next = (
+            self._buffer(name, *self._message_of(tensor_shape)) if wanted else None
             for name, wanted in (("from previous", recv_prev), ("from next", recv_next))
-        }
+        )
         requests = exchange(
-            tensor_send_prev=self._filled("to previous", tensor_send_prev),
-            tensor_recv_prev=received["from previous"],
-            tensor_send_next=self._filled("to next", tensor_send_next),
-            tensor_recv_next=received["from next"],
+            tensor_send_prev=self._filled("to previous", tensor_send_prev, _GRADIENTS),
+            tensor_recv_prev=from_previous,
+            tensor_send_next=self._filled("to next", tensor_send_next, _ACTIVATIONS),
+            tensor_recv_next=from_next,
             group=self.pp_group,
             prev_pipeline_rank=self.prev_rank,
             next_pipeline_rank=self.next_rank,
         )
         for request in requests if isinstance(requests, list) else requests.values():
             request.wait()
-        return _copied(received["from previous"]), _copied(received["from next"]), None
+        return (
+            self._arrived(from_previous, tensor_shape, _ACTIVATIONS),
+            self._arrived(from_next, tensor_shape, _GRADIENTS),
+            None,
+        )
 
-    def _buffer(self, name: str, shape: Any, dtype: torch.dtype) -> Tensor:
-        key = (name, torch.Size(shape), dtype)
+    def _buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        key = (name, shape, dtype)
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(key[1], dtype=dtype, device=torch.cuda.current_device())
+            self._buffers[key] = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
         return self._buffers[key]
 
     @torch.no_grad()
-    def _filled(self, name: str, x: Tensor | None) -> Tensor | None:
-        return None if x is None else self._buffer(name, x.shape, x.dtype).copy_(x)
+    def _filled(self, name: str, x: Tensor | None, format: torch.dtype) -> Tensor | None:
+        if x is None:
+            return None
+        message = self._encoded(x, format)
+        return self._buffer(name, message.shape, message.dtype).copy_(message)
 
+    def _arrived(self, message: Tensor | None, shape: Any, format: torch.dtype) -> Tensor | None:
+        return None if message is None else self._decoded(message, shape, format).requires_grad_()
 
-def _copied(received: Tensor | None) -> Tensor | None:
-    return None if received is None else received.clone().requires_grad_()
+    def _message_of(self, shape: Any) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of the message of a tensor."""
+        return torch.Size(shape), self.config.pipeline_dtype
+
+    def _encoded(self, x: Tensor, format: torch.dtype) -> Tensor:
+        """The message of a tensor."""
+        return x
+
+    def _decoded(self, message: Tensor, shape: Any, format: torch.dtype) -> Tensor:
+        """The tensor of a message, in memory of its own."""
+        return message.clone()
 
 
 class FP8P2PCommunicator(BufferedP2PCommunicator):
-    """Messages between neighbouring stages with half the bytes.
+    """Messages between neighbouring stages with half the bytes: a tensor and its scales (`collectives.packed`)."""
 
-    A tensor and its scales are one message of bytes (`collectives.packed`). megatron-core carries it as BF16 numbers,
-    which nothing computes with. Before it returns, the current stream (on a CPU: the host) waits for all messages:
-    what was received may be decoded, and the memory of what was sent is free.
-    """
+    def _message_of(self, shape: Any) -> tuple[torch.Size, torch.dtype]:
+        return torch.Size([packed_bytes(torch.Size(shape).numel())]), torch.uint8
 
-    def _communicate(
-        self,
-        *,
-        tensor_send_next: Tensor | None,
-        tensor_send_prev: Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-        wait_on_reqs: bool = True,
-    ) -> tuple[Tensor | None, Tensor | None, Any]:
-        assert wait_on_reqs, "what is on its way cannot be decoded"
-        length = None if tensor_shape is None else [packed_bytes(_numel(tensor_shape)) // 2]
-        from_previous, from_next, requests = super()._communicate(
-            tensor_send_next=_message(tensor_send_next, _ACTIVATIONS),
-            tensor_send_prev=_message(tensor_send_prev, _GRADIENTS),
-            recv_prev=recv_prev,
-            recv_next=recv_next,
-            tensor_shape=length,
-        )
-        return (
-            _received(from_previous, tensor_shape, _ACTIVATIONS),
-            _received(from_next, tensor_shape, _GRADIENTS),
-            requests,
-        )
+    def _encoded(self, x: Tensor, format: torch.dtype) -> Tensor:
+        return packed(x.contiguous(), format)
+
+    def _decoded(self, message: Tensor, shape: Any, format: torch.dtype) -> Tensor:
+        return unpacked(message, shape, format)
 
 
 def schedule_arguments(model: Sequence[torch.nn.Module], topology: Topology, *, in_fp8: bool) -> dict[str, Any]:
@@ -116,17 +113,3 @@ def schedule_arguments(model: Sequence[torch.nn.Module], topology: Topology, *, 
     kind = FP8P2PCommunicator if in_fp8 else BufferedP2PCommunicator
     communicator = kind(topology.pp, get_model_config(model[0]))
     return {"p2p_communicator": communicator, "pg_collection": topology.groups}
-
-
-def _numel(shape: Any) -> int:
-    return int(torch.Size(shape).numel())
-
-
-def _message(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else packed(x.detach().contiguous(), dtype).view(torch.bfloat16)
-
-
-def _received(message: Tensor | None, shape: Any, dtype: torch.dtype) -> Tensor | None:
-    if message is None:
-        return None
-    return unpacked(message.detach().view(torch.uint8), shape, dtype).requires_grad_()

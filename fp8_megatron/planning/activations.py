@@ -115,7 +115,7 @@ def predict_validation_bytes(config: Config, padded_vocab_size: int, *, stage: i
         return 0
     model, parallel = config.model, config.parallel
     tp, hidden, ffn = parallel.tensor_model_parallel_size, model.hidden_size, model.padded_ffn_hidden_size
-    tokens, chunk = config.tokens_per_micro_batch, config.training.loss_chunk_size
+    tokens = config.tokens_per_micro_batch
     stages, columns = parallel.pipeline_model_parallel_size, (2 if model.is_gated else 1) * ffn
     stream = _HALF * tokens * hidden
     passing = 0 if stages == 1 else 2 * stream  # of the micro-batches that come and go
@@ -124,13 +124,23 @@ def predict_validation_bytes(config: Config, padded_vocab_size: int, *, stage: i
     layer = 4 * stream + mlp // config.training.mlp_chunks_for_training
     if stage < stages - 1:
         return passing + layer
-    vocab, at_once = padded_vocab_size // tp, tokens
+    vocab = padded_vocab_size // tp
     if config.has_fp8_lm_head:
-        vocab //= max(1, round(vocab / _HEAD_PART_COLUMNS))
-    elif chunk is not None:
-        at_once = min(tokens, chunk * config.training.micro_batch_size)
-    head = (4 if config.has_fp8_lm_head else 2) * stream + _HALF * at_once * vocab
+        head = 4 * stream + _HALF * tokens * (vocab // _head_parts(vocab))
+    else:
+        head = 2 * stream + _HALF * _tokens_of_logits(config) * vocab
     return passing + max(layer, head)
+
+
+def _head_parts(vocab: int) -> int:
+    """Parts of the FP8 head, for `vocab` columns of a rank."""
+    return max(1, round(vocab / _HEAD_PART_COLUMNS))
+
+
+def _tokens_of_logits(config: Config) -> int:
+    """Tokens of a micro-batch whose logits exist at a time."""
+    tokens, chunk = config.tokens_per_micro_batch, config.training.loss_chunk_size
+    return tokens if chunk is None else min(tokens, chunk * config.training.micro_batch_size)
 
 
 def _table_bytes(config: Config) -> int:
@@ -320,14 +330,13 @@ def _logits(config: Config, padded_vocab_size: int) -> int:
     """
     tp, hidden = config.parallel.tensor_model_parallel_size, config.model.hidden_size
     tokens, vocab = config.tokens_per_micro_batch, padded_vocab_size // tp
-    chunk = config.training.loss_chunk_size
-    at_once = tokens if chunk is None else min(tokens, chunk * config.training.micro_batch_size)
+    chunk, at_once = config.training.loss_chunk_size, _tokens_of_logits(config)
     logits = 2 * at_once * vocab
     # Over chunks, the gradients of the weight are added in FP32, and that of the input is whole.
     sums = 0 if chunk is None else 4 * hidden * vocab + 2 * tokens * hidden
     sums += 2 * tokens * hidden // (tp if config.parallel.sequence_parallel else 1)
     if config.has_fp8_lm_head:
         # The weight's gradient comes when the logits are gone, from their gradient in a byte.
-        in_parts = logits + logits // max(1, round(vocab / _HEAD_PART_COLUMNS))
+        in_parts = logits + logits // _head_parts(vocab)
         return max(in_parts, logits // 2 + 2 * hidden * vocab) + sums
     return logits + 2 * hidden * vocab + 2 * at_once * hidden + sums
