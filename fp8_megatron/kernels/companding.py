@@ -11,8 +11,10 @@ The scale of a block is its amax; the largest code decodes to it exactly. A bloc
 its codes, and encoding an unchanged value again is exact.
 
 A moving average moves by (1 - beta) of the new value, often less than half a step between two codes. Rounded to
-nearest, it would stand still or only rise. The optimizer step therefore rounds **stochastically** (see `rounding`): up
-with the probability that makes the average exact.
+nearest, it would stand still or only rise. The optimizer step therefore rounds **stochastically** (see `rounding`). A
+first moment is exact on average. A second moment's code is, so that Adam's update is: rounding leaves a second moment v
+with a relative variance s², by which the mean of 1/√v is 1 + 3/8 · s² too large. A code that is exact on average
+raises the mean of v by 3/4 · s², which lowers 1/√v by the same 3/8 · s² (docs/optimizer.md).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch import Tensor
 def encode(x: Tensor, scale: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> Tensor:
     """Codes of FP32 `x`.
 
-    The code below |x| is raised by one if `noise` is below x's relative position between the values of the two codes.
+    The code below |x| is raised by one if `noise` is below x's relative position between two codes: for int8 between
+    their values, for uint8 between the codes themselves.
 
     Args:
         scale: FP32, broadcasts against `x`; NaN gives code 0, which decodes to NaN. Magnitudes above it saturate.
@@ -39,10 +42,13 @@ def encode(x: Tensor, scale: Tensor, dtype: torch.dtype, noise: Tensor | None = 
     magnitude = x.abs() if dtype is torch.int8 else x.clamp_min(0.0)
     share = (magnitude / scale).nan_to_num_(nan=0.0)
     root = square_root(share) if dtype is torch.int8 else square_root(square_root(share))
-    code = (root * largest).floor_().clamp_(0, largest - 1)
+    root = root * largest
+    code = root.floor().clamp_(0, largest - 1)
     # The root may be rounded to the wrong side of a code; the comparison is with the values that will be decoded.
     below = _expand(code, dtype) * scale
     place = (magnitude - below) / (_expand(code + 1.0, dtype) * scale - below)
+    if noise is not None and dtype is torch.uint8:
+        place = torch.where((place > 0.0) & (place < 1.0), root - code, place)
     code += (place > 0.5) if noise is None else (noise < place)
     if dtype is torch.int8:
         return torch.copysign(code, x).to(dtype)

@@ -141,26 +141,18 @@ def round_companded(x, scale, bits, dtype: tl.constexpr):
     inverse = tl.where(scale == scale, libdevice.fast_dividef(MOST, scale * unit), 0.0)
     y = tl.minimum((tl.abs(x) * unit) * inverse, MOST)
     root = tl.sqrt(y)
-    if dtype == tl.uint8:
-        root = tl.sqrt(root)
-    floored = libdevice.add_rd(root, _INTEGER)
-    code = floored - _INTEGER
-    if dtype == tl.int8:
-        rest = tl.fma(-code, code, y)
-        gap = tl.fma(code, 2.0, 1.0)
-    else:
-        square, next_square = code * code, (code + 1.0) * (code + 1.0)
-        below = square * square
-        rest = y - below
-        gap = tl.fma(next_square, next_square, -below)
     # Random bits below a float's exponent are uniform over [1, 2).
     dither = (bits + 0x3F800000).to(tl.float32, bitcast=True)
-    code = tl.where(tl.fma(-dither, gap, rest + gap) > 0.0, code + 1.0, code)
     if dtype == tl.int8:
+        code = libdevice.add_rd(root, _INTEGER) - _INTEGER
+        rest = tl.fma(-code, code, y)
+        gap = tl.fma(code, 2.0, 1.0)
+        code = tl.where(tl.fma(-dither, gap, rest + gap) > 0.0, code + 1.0, code)
         # The low byte of a float whose last place is 1 is the integer's, in two's complement.
         signed = tl.where(x < 0.0, -code, code)
         return (signed + 12582912.0).to(tl.int32, bitcast=True).to(dtype)
     else:
+        code = tl.minimum(libdevice.add_rd(tl.sqrt(root), dither) - 1.0, 255.0)
         positive = (x > 0.0) & (scale == scale)
-        code = tl.where(positive, tl.maximum(code, 1.0), code)
-        return (code + _INTEGER).to(tl.int32, bitcast=True).to(dtype)
+        code = tl.where(positive, tl.maximum(code, 1.0), 0.0)
+        return libdevice.add_rd(code, _INTEGER).to(tl.int32, bitcast=True).to(dtype)

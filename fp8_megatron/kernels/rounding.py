@@ -147,11 +147,10 @@ def round_to_grid(
 
     Args:
         bits: int32, as many random bits as `grid.dropped_bits`.
-        factor: a power of two that broadcasts. Below 2⁻¹⁴⁹ / `grid.to_subnormal` (2⁻²⁹ for E4M3, 2⁻³⁷ for FP16) it
-            counts as 0.
+        factor: a power of two that broadcasts.
         least: smaller values of x · factor count as this.
     """
-    scaled = x * (factor * grid.to_subnormal)
+    scaled = x * factor * grid.to_subnormal  # the product of both factors may be below FP32's range
     if least is not None:
         scaled = torch.maximum(scaled, least * grid.to_subnormal)
     as_bits = scaled.view(torch.int32) + bits

@@ -115,7 +115,7 @@ def round_to_grid(x, factor, bits, dtype: tl.constexpr, SECOND: tl.constexpr, SC
     MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 10 if dtype == tl.float16 else 7
     TO_SUBNORMAL: tl.constexpr = 2.0**-120 if dtype == tl.float8e4nv else 2.0**-112 if dtype == tl.float16 else 1.0
     CODE: tl.constexpr = tl.int8 if dtype == tl.float8e4nv else tl.int16
-    scaled = x * (factor * TO_SUBNORMAL)
+    scaled = x * factor * TO_SUBNORMAL  # the product of both factors may be below FP32's range
     # The smallest number, scaled, from its bits: Triton takes a literal below FP32's normal range for FP64.
     smallest = tl.full([], 1 << (23 - MANTISSA), tl.int32).to(tl.float32, bitcast=True)
     if SECOND:
