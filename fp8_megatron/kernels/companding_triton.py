@@ -152,7 +152,7 @@ def round_companded(x, scale, bits, dtype: tl.constexpr):
         signed = tl.where(x < 0.0, -code, code)
         return (signed + 12582912.0).to(tl.int32, bitcast=True).to(dtype)
     else:
-        code = tl.minimum(libdevice.add_rd(tl.sqrt(root), dither) - 1.0, 255.0)
+        code = tl.minimum(libdevice.add_rd(tl.sqrt(root), 2.0 - dither), 255.0)
         positive = (x > 0.0) & (scale == scale)
         code = tl.where(positive, tl.maximum(code, 1.0), 0.0)
         return libdevice.add_rd(code, _INTEGER).to(tl.int32, bitcast=True).to(dtype)

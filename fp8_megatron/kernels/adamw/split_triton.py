@@ -128,7 +128,7 @@ def _adamw_split_step(
     factor = tl.load(grad_factor)
     if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
         num_step = tl.load(step)
-        v_factor, eps_per_step = step_factors(num_step, lr, log_beta1, log_beta2, eps)
+        per_root, eps_per_step = step_factors(num_step, lr, log_beta1, log_beta2, eps)
         tensor = tl.load(chunk_tensor + tl.program_id(0))
         old_scale = tl.load(weight_scales + tensor)
         new_scale = tl.load(new_weight_scales + tensor)
@@ -144,7 +144,7 @@ def _adamw_split_step(
             p = _join_master(tl.load(weight + start + offsets), tl.load(correction + start + offsets), old_scale)
             change = adam_change(
                 *(g, p, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
-                *(v_factor, eps_per_step, beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay, largest_change),
+                *(per_root, eps_per_step, beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay, largest_change),
                 *(DECOUPLED, True, EXP_AVG_SCALES, EXP_AVG_SQ_SCALES, EXP_AVG_MAX_BITS, EXP_AVG_SQ_MAX_BITS, True),
             )
             change -= shrink * p

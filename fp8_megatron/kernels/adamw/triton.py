@@ -36,20 +36,20 @@ from .state_triton import (
     tile_offsets,
 )
 
-# A learning rate below its reciprocal, 1e-17, moves nothing. The square of a larger one is within FP32's range.
+# A learning rate below its reciprocal, 1e-17, moves nothing. With a larger one no divisor is beyond FP32's range.
 _MOST_PER_STEP = tl.constexpr(1e17)
 
 
 @triton.jit
 def step_factors(num_step, lr, log_beta1, log_beta2, eps):
-    """`v_factor` and `eps_per_step` of ``-m / (√(v · v_factor) + eps_per_step)``, Adam's change.
+    """`per_root` and `eps_per_step` of ``-m / (√v · per_root + eps_per_step)``, Adam's change.
 
     The step size is inside the divisor.
     """
     per_step = -_expm1(num_step * log_beta1) / lr
     moves = per_step < _MOST_PER_STEP
-    v_factor = tl.where(moves, per_step * per_step / -_expm1(num_step * log_beta2), 0.0)
-    return v_factor, tl.where(moves, eps * per_step, float("inf"))
+    per_root = tl.where(moves, per_step / tl.sqrt(-_expm1(num_step * log_beta2)), 0.0)
+    return per_root, tl.where(moves, eps * per_step, float("inf"))
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def adam_change(
     offsets,
     n,
     bits,
-    v_factor,
+    per_root,
     eps_per_step,
     beta1,
     one_minus_beta1,
@@ -94,7 +94,7 @@ def adam_change(
         *(v, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
         *(True, EXP_AVG_SQ_MAX_BITS, EXP_AVG_SQ_SCALES, EVEN),
     )
-    change = libdevice.fast_dividef(m, -tl.sqrt(v * v_factor) - eps_per_step)
+    change = libdevice.fast_dividef(m, -tl.sqrt(v) * per_root - eps_per_step)
     if ROUNDS:
         change = tl.clamp(change, -largest_change, largest_change, propagate_nan=tl.PropagateNan.ALL)
     return change
@@ -159,7 +159,7 @@ def _adamw_step(
     factor = tl.load(grad_factor)
     if tl.abs(factor) < float("inf"):  # false for a NaN too: the step is skipped
         num_step = tl.load(step)
-        v_factor, eps_per_step = step_factors(num_step, lr, log_beta1, log_beta2, eps)
+        per_root, eps_per_step = step_factors(num_step, lr, log_beta1, log_beta2, eps)
         offsets = tile_offsets(SPLIT, ROWS, BLOCK)
         largest = tl.zeros(offsets.shape, tl.float32)
         bits = tl.zeros(offsets.shape, tl.uint32)
@@ -180,7 +180,7 @@ def _adamw_step(
                     bits = rounding_bits(key, number, left, width, gap, 0, offsets, GAPS)
             change = adam_change(
                 *(g, p, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
-                *(v_factor, eps_per_step, beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay, largest_change),
+                *(per_root, eps_per_step, beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay, largest_change),
                 *(DECOUPLED, ROUNDS, EXP_AVG_SCALES, EXP_AVG_SQ_SCALES, EXP_AVG_MAX_BITS, EXP_AVG_SQ_MAX_BITS, EVEN),
             )
             if MASTER_ROUNDS:
