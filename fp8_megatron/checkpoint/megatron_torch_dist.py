@@ -19,7 +19,6 @@ from ..config.pipeline_layout import PipelineLayout, pipeline_layout
 from ..config.schema import ParallelConfig
 from .files import CheckpointError
 from .megatron_checkpoint import MegatronCheckpoint
-from .megatron_files import mapping, read_megatron_file
 from .megatron_layout import (
     LAYER_ORDERS,
     Name,
@@ -31,6 +30,7 @@ from .megatron_layout import (
     places_in_buckets,
     shared_axis,
 )
+from .pickles import mapping, read_megatron_file
 from .placement import Shape
 from .torch_dist import TorchDistReader, Wanted
 from .torch_dist_weights import TorchDistWeights

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .files import CheckpointError, megatron_rank_folder
 from .megatron_checkpoint import MegatronCheckpoint
-from .megatron_files import mapping, read_megatron_file
 from .megatron_layout import Name, local_shape, merged, places_in_buffer, shared_axis
+from .pickles import mapping, read_megatron_file
 from .placement import Shape
 from .weights import OUTPUT_LAYER
 

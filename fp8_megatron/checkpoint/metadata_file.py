@@ -1,22 +1,30 @@
 """``.metadata``: the description of a checkpoint's tensors, a pickle of torch.distributed.checkpoint's `Metadata`.
 
-It is written so that every supported torch reads it. The reader admits the classes of such a description by name and
-refuses all others, so reading executes nothing.
+It is written so that every supported torch reads it. The reader knows the names of such a description, imports none of
+them, and checks every size and place before anything is allocated.
 """
 
 from __future__ import annotations
 
 import copyreg
 import io
+import math
 import pickle
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from .files import CheckpointError
+from .pickles import DTYPES, Record, read_records
+from .placement import Shape
 
 METADATA = ".metadata"
+#: The largest size, and the largest number of elements, that a tensor may state.
+_MOST = 2**48
 
 
 class _AnyTorchPickler(pickle.Pickler):
@@ -35,61 +43,157 @@ def pickled(metadata: Metadata) -> bytes:
     return stream.getvalue()
 
 
-#: All names in a pickle of `Metadata`; the only callables are constructors of data.
-_DTYPES = "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 uint8 int8 int16 int32 int64 bool".split()
-_ADMITTED = {
-    ("torch", "Size"),
-    *(("torch", name) for name in _DTYPES),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
+@dataclass(frozen=True)
+class Written:
+    """Where a tensor's chunk or an object was written; `global_shape` is None for an object, which has no rectangle.
+
+    Attributes:
+        dtype: of the payload.
+    """
+
+    key: str
+    global_shape: Shape | None
+    offset: Shape
+    sizes: Shape
+    file: str
+    start: int
+    length: int
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint; `dtype` is that of the payload."""
+
+    dtype: torch.dtype
+    shape: Shape
+    chunks: list[Written]
+
+
+class _Metadata(Record):
+    pass
+
+
+class _Tensor(Record):
+    pass
+
+
+class _Bytes(Record):
+    pass
+
+
+_DESCRIBED = {"Metadata": _Metadata, "TensorStorageMetadata": _Tensor, "BytesStorageMetadata": _Bytes}
+#: All names in a pickle of `Metadata`, and what is made of them.
+_ADMITTED: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    **{("torch", name): getattr(torch, name) for name in DTYPES},
+    ("torch.serialization", "_get_layout"): Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    **{
+        ("torch.distributed.checkpoint.metadata", name): _DESCRIBED.get(name, Record)
         for name in (
-            "BytesStorageMetadata",
+            *_DESCRIBED,
             "ChunkStorageMetadata",
-            "Metadata",
             "MetadataIndex",
             "StorageMeta",
             "TensorProperties",
-            "TensorStorageMetadata",
             "_MEM_FORMAT_ENCODING",
         )
-    ),
+    },
     # Added by megatron-core's own writer.
-    ("pathlib", "PosixPath"),
-    *(
-        ("torch.distributed.checkpoint.planner", name)
+    ("pathlib", "PosixPath"): Record,
+    **{
+        ("torch.distributed.checkpoint.planner", name): Record
         for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
-    ),
+    },
 }
 
 
-class _DataUnpickler(pickle.Unpickler):
-    """Unpickles `Metadata` and nothing else."""
+def read_metadata(folder: Path, files: Collection[str] | None = None) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by key. Objects without a rectangle are left out.
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ADMITTED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
-        return super().find_class(module, name)
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to objects outside of it")
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read a checkpoint's ``.metadata``. Classes outside a short list are refused before any object is built.
+    Args:
+        files: names that may be read; None allows all in the folder.
 
     Raises:
-        CheckpointError: missing, damaged, or not a description of tensors.
+        CheckpointError: missing, damaged, or no description of tensors that this folder's files hold.
     """
     path = folder / METADATA
+    content = read_records(path, _ADMITTED)
+    if not isinstance(content, _Metadata):
+        raise CheckpointError(f"checkpoint file {path} is not loaded: it holds a {type(content).__name__}")
     try:
-        with path.open("rb") as file:
-            metadata = _DataUnpickler(file).load()
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint file {path} is missing") from None
-    except Exception as error:  # a damaged pickle raises almost anything
-        raise CheckpointError(f"checkpoint file {path} is not loaded: {error}") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"checkpoint file {path} is not loaded: it holds a {type(metadata).__name__}")
-    return metadata
+        return _Description(folder, content, files).tensors()
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint file {path} is damaged: {error}; copy it again, or use another iteration"
+        ) from None
+
+
+class _Description:
+    """What a folder's ``.metadata`` says, checked against its files. Methods raise `ValueError`: what is wrong."""
+
+    def __init__(self, folder: Path, content: _Metadata, files: Collection[str] | None) -> None:
+        names = {path.name for path in folder.iterdir()} if files is None else files
+        self._sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
+        self._entries = _mapping(content.get("state_dict_metadata"), "state_dict_metadata")
+        self._places = {}
+        for index, place in _mapping(content.get("storage_data"), "storage_data").items():
+            key, offset = (index.get("fqn"), index.get("offset")) if isinstance(index, Record) else (index, None)
+            self._places[key, None if offset is None else _shape(offset, f"an offset of {key!r}")] = place
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        found = {}
+        for key, entry in self._entries.items():
+            if not isinstance(key, str) or not isinstance(entry, _Tensor | _Bytes):
+                raise ValueError(f"{key!r} is no tensor's name, or a {type(entry).__name__}")
+            if isinstance(entry, _Tensor):
+                found[key] = self._tensor(key, entry)
+        return found
+
+    def _tensor(self, key: str, entry: _Tensor) -> StoredTensor:
+        shape = _shape(entry.get("size"), f"size of {key}")
+        properties = entry.get("properties")
+        fields = properties.fields if isinstance(properties, Record) else None
+        dtype = fields[0] if isinstance(fields, tuple) and fields else None
+        chunks = entry.get("chunks")
+        if not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
+            raise ValueError(f"{key} has the dtype {dtype!r}, and chunks in a {type(chunks).__name__}")
+        return StoredTensor(dtype, shape, [self._chunk(key, shape, dtype, chunk) for chunk in chunks])
+
+    def _chunk(self, key: str, shape: Shape, dtype: torch.dtype, chunk: Any) -> Written:
+        if not isinstance(chunk, Record):
+            raise ValueError(f"{key} has a {type(chunk).__name__} as a chunk")
+        offset, sizes = (_shape(chunk.get(name), f"{name} of a chunk of {key}") for name in ("offsets", "sizes"))
+        ends = [start + size for start, size in zip(offset, sizes, strict=False)]
+        if not len(offset) == len(sizes) == len(shape) or any(
+            end > size for end, size in zip(ends, shape, strict=True)
+        ):
+            raise ValueError(f"{key} of size {shape} has a chunk of sizes {sizes} at offsets {offset}")
+        place = self._places.get((key, offset))
+        if not isinstance(place, Record):
+            raise ValueError(f"it names no file for the chunk of {key} at offsets {offset}")
+        file, start, length = (place.get(name) for name in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or file not in self._sizes:
+            raise ValueError(f"it places {key} in {file!r}, which is no file of it")
+        if not _is_count(start) or not _is_count(length) or start + length > self._sizes[file]:
+            raise ValueError(f"{key} takes bytes {start!r} to + {length!r} of {file}, which has {self._sizes[file]}")
+        if math.prod(sizes) > length:  # no element takes less than a byte
+            raise ValueError(f"{key} has a chunk of sizes {sizes} in {length} bytes")
+        return Written(key, shape, offset, sizes, file, start, length, dtype)
+
+
+def _mapping(value: Any, name: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is a {type(value).__name__}, not a dictionary")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+
+
+def _shape(value: Any, name: str) -> Shape:
+    if not isinstance(value, list | tuple) or not all(map(_is_count, value)) or math.prod(value) > _MOST:
+        raise ValueError(f"{name} is {value!r}, not whole numbers of at least 0 with a product of at most 2^48")
+    return tuple(value)

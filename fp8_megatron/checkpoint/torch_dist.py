@@ -19,7 +19,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ from .concurrency import in_order
 from .encoding import HEAD_BYTES, Encoded, decode_record, is_record
 from .files import CheckpointError
 from .manifest import FileRecord, RecordedFile, write_file
-from .metadata_file import METADATA, pickled, read_metadata
+from .metadata_file import METADATA, Written, pickled, read_metadata
+from .pickles import read_tensor
 from .placement import Shape
 
 if TYPE_CHECKING:
@@ -73,24 +74,6 @@ class Chunk:
     global_shape: Shape
     offset: Shape
     value: Tensor | Encoded
-
-
-@dataclass(frozen=True)
-class Written:
-    """Where a tensor's chunk or an object was written; `global_shape` is None for an object, which has no rectangle.
-
-    Attributes:
-        dtype: of the payload.
-    """
-
-    key: str
-    global_shape: Shape | None
-    offset: Shape
-    sizes: Shape
-    file: str
-    start: int
-    length: int
-    dtype: torch.dtype = torch.float32
 
 
 def write_chunks(
@@ -234,34 +217,16 @@ class TorchDistReader:
         CheckpointError: as `read_metadata`.
     """
 
-    def __init__(self, folder: Path, files: Iterable[str] | None = None) -> None:
+    def __init__(self, folder: Path, files: Collection[str] | None = None) -> None:
         self._folder = folder
-        self._files = {path.name for path in folder.iterdir()} if files is None else set(files)
         self.shapes: dict[str, Shape] = {}
         self._chunks: dict[str, dict[int, list[Written]]] = defaultdict(lambda: defaultdict(list))
-        metadata = read_metadata(folder)
-        try:
-            for key, entry in metadata.state_dict_metadata.items():
-                if isinstance(entry, TensorStorageMetadata):
-                    self._add(key, entry, metadata.storage_data)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise CheckpointError(f"checkpoint file {folder / METADATA} is damaged ({error!r})") from None
-
-    def _add(self, key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex, Any]) -> None:
-        shape = tuple(entry.size)
-        self.shapes[key] = shape
-        for chunk in entry.chunks:
-            place = storage[MetadataIndex(key, chunk.offsets)]
-            if place.relative_path not in self._files:
-                raise CheckpointError(
-                    f"{self._folder / METADATA} places {key} in {place.relative_path!r}, which is no file of it"
-                )
-            item = Written(
-                key, shape, tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length
-            )
-            # Indexed by the first axis, to find a layer's chunks among those of hundreds of layers.
-            first = item.offset[0] if len(shape) > 1 and item.sizes[0] == 1 else -1
-            self._chunks[key][first].append(item)
+        for key, tensor in read_metadata(folder, files).items():
+            self.shapes[key] = tensor.shape
+            for item in tensor.chunks:
+                # Indexed by the first axis, to find a layer's chunks among those of hundreds of layers.
+                first = item.offset[0] if len(tensor.shape) > 1 and item.sizes[0] == 1 else -1
+                self._chunks[key][first].append(item)
 
     def read(self, key: str, wanted: list[Wanted]) -> None:
         """Fill every target.
@@ -291,8 +256,11 @@ class TorchDistReader:
                     planned.append(PlannedRead(item, overlaps))
                     missing -= sum(math.prod(sizes) for _, (_, sizes) in overlaps)
         if missing:
-            raise CheckpointError(f"{self._folder}: {missing} elements of {key} were not saved; use another iteration")
+            raise self._unsaved(missing, key)
         return planned
+
+    def _unsaved(self, missing: int, key: str) -> CheckpointError:
+        return CheckpointError(f"{self._folder}: {missing} elements of {key} were not saved; use another iteration")
 
     def chunks(self, key: str) -> Iterator[Written]:
         """Where each saved chunk of a tensor is."""
@@ -300,18 +268,22 @@ class TorchDistReader:
 
     def read_whole(self, key: str) -> Tensor:
         """A whole tensor, FP32 on the CPU."""
-        shape = self.shapes[key]
-        value = torch.empty(shape)
-        self.read(key, [Wanted((0,) * len(shape), shape, value.view(-1))])
-        return value
+        return self._filled(key, (0,) * len(self.shapes[key]), self.shapes[key])
 
     def read_layer(self, key: str, layer: int | None) -> Tensor:
         """One layer of a tensor that stacks them, or a whole tensor without layers (None), FP32 on the CPU."""
         if layer is None:
             return self.read_whole(key)
         shape = self.shapes[key][1:]
-        value = torch.empty(shape)
-        self.read(key, [Wanted((layer, *(0 for _ in shape)), (1, *shape), value.view(-1))])
+        return self._filled(key, (layer, *(0 for _ in shape)), (1, *shape)).view(shape)
+
+    def _filled(self, key: str, offset: Shape, sizes: Shape) -> Tensor:
+        """A rectangle, FP32 on the CPU. Memory is taken for what was saved, not for what a description claims."""
+        saved, needed = sum(math.prod(item.sizes) for item in self.chunks(key)), math.prod(sizes)
+        if saved < needed:
+            raise self._unsaved(needed - saved, key)
+        value = torch.empty(sizes)
+        self.read(key, [Wanted(offset, sizes, value.view(-1))])
         return value
 
     def load(self, item: Written, *, pinned: bool = False) -> Tensor | Encoded:
@@ -329,12 +301,12 @@ class TorchDistReader:
                 part = _PartOfFile(file, item.start, item.length)
                 if is_record(part.head()):
                     return decode_record(part.content(pinned=pinned), item.sizes)
-                value = torch.load(part, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+                value = read_tensor(part)  # type: ignore[arg-type]  # it has what zipfile and torch ask of a stream
         except Exception as error:  # torch raises almost anything for a damaged archive
             raise CheckpointError(
                 f"checkpoint file {path} is damaged: {item.key} at byte {item.start}: {error}; use another iteration"
             ) from error
-        if not isinstance(value, Tensor) or tuple(value.shape) != item.sizes:
+        if tuple(value.shape) != item.sizes:
             raise CheckpointError(f"checkpoint file {path} is damaged: {item.key} is not of shape {item.sizes} in it")
         return value.pin_memory() if pinned else value
 

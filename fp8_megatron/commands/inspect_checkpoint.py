@@ -166,17 +166,15 @@ def _of_megatron(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
 
 def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
     """Tensors shared by all ranks, then the tensors that each rank keeps for itself."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     from ..checkpoint.metadata_file import read_metadata
     from ..checkpoint.torch_dist import TorchDistReader
 
     reader = TorchDistReader(folder) if options.values else None
-    for name, entry in sorted(read_metadata(folder).state_dict_metadata.items()):
-        if isinstance(entry, TensorStorageMetadata) and options.filter in name:
-            dtype, shape = entry.properties.dtype, tuple(entry.size)
+    for name, entry in sorted(read_metadata(folder).items()):
+        if options.filter in name:
+            nbytes = prod(entry.shape) * entry.dtype.itemsize
             statistics = _statistics(reader.read_whole(name)) if reader is not None else {}
-            yield TensorLine(name, shape, _name(dtype), prod(shape) * dtype.itemsize, **statistics)
+            yield TensorLine(name, entry.shape, _name(entry.dtype), nbytes, **statistics)
     for file in sorted(folder.glob("rank_*.safetensors")):
         yield from _file_lines(file, options, problems, prefix=f"{file.stem}/")
 
@@ -187,7 +185,7 @@ def _torch_lines(folder: Path, options: Options, problems: list[str]) -> Iterato
     If a file cannot be read, this is added to `problems`.
     """
     from ..checkpoint.files import CheckpointError
-    from ..checkpoint.megatron_files import read_megatron_file
+    from ..checkpoint.pickles import read_megatron_file
 
     for file in sorted(folder.glob("mp_rank_*/*.pt")):
         try:

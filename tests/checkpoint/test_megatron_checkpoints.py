@@ -4,10 +4,7 @@ next steps as Megatron would have taken them.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +16,6 @@ from torch import Tensor
 
 from fp8_megatron.checkpoint.files import CheckpointError, candidates, megatron_iterations
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
-from fp8_megatron.checkpoint.megatron_files import Opaque, read_megatron_file
 from fp8_megatron.checkpoint.saved_settings import settings_of_checkpoint
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import CheckpointConfig, Config, ParallelConfig
@@ -340,29 +336,3 @@ def test_the_model_of_megatrons_arguments_is_a_default(run: Path) -> None:
     assert found is not None
     names = ("num_attention_heads", "norm_epsilon", "swiglu", "untie_embeddings_and_output_weights", "num_layers")
     assert {name: getattr(found.model, name) for name in names} == {name: getattr(expected, name) for name in names}
-
-
-class _Attack:
-    """A pickle of this runs a command when it is read plainly."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
-        return os.system, (f"touch {self._path}",)
-
-
-def test_reading_executes_nothing(tmp_path: Path) -> None:
-    path, mark = tmp_path / "file.pt", tmp_path / "mark"
-    torch.save({"args": argparse.Namespace(swiglu=True), "value": torch.ones(3), "other": _Attack(mark)}, path)
-    content = read_megatron_file(path)
-    assert content["args"].swiglu and torch.equal(content["value"], torch.ones(3))
-    assert isinstance(content["other"], Opaque) and not mark.exists()
-    torch.load(path, weights_only=False)
-    assert mark.exists(), "the attack works where a file is read plainly"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"file.pt is damaged .*copy it again"):
-        read_megatron_file(path)
-    path.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CheckpointError, match="is damaged"):
-        read_megatron_file(path)

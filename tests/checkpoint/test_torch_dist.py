@@ -6,8 +6,10 @@ import os
 import pickle
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,12 +20,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_with_torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
 from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.manifest import RecordedFile, problem_with
 from fp8_megatron.checkpoint.metadata_file import METADATA, read_metadata
+from fp8_megatron.checkpoint.pickles import Record
 from fp8_megatron.checkpoint.torch_dist import (
     Chunk,
     TorchDistReader,
@@ -140,6 +143,11 @@ def test_what_was_not_saved_is_missed(tmp_path: Path) -> None:
         TorchDistReader(tmp_path).read_whole("x")
 
 
+def described(folder: Path) -> Metadata:
+    """torch's own object of a description that this test wrote."""
+    return pickle.loads((folder / METADATA).read_bytes())
+
+
 class _Malicious:
     """Pickles as a call."""
 
@@ -167,7 +175,7 @@ def test_a_malicious_description_is_not_executed(
     """Alone, or inside of a real description."""
     proof = tmp_path / "proof"
     write(tmp_path / "iter", {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
-    good = read_metadata(tmp_path / "iter")
+    good = described(tmp_path / "iter")
     attack = _Malicious(function, *(arg.format(proof) if isinstance(arg, str) else arg for arg in args[:1]), *args[1:])
     if function is getattr:
         attack = _Malicious(getattr, torch.Size, "__new__")
@@ -195,7 +203,7 @@ def test_tensors_are_loaded_as_data(tmp_path: Path) -> None:
     """A call in the place of a tensor."""
     write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
     reader = TorchDistReader(tmp_path)
-    (place,) = read_metadata(tmp_path).storage_data.values()
+    (place,) = described(tmp_path).storage_data.values()
     torch.save(_Malicious(os.mkdir, str(tmp_path / "proof")), tmp_path / "evil")
     content = (tmp_path / "evil").read_bytes()
     (tmp_path / place.relative_path).write_bytes(content)
@@ -207,7 +215,7 @@ def test_tensors_are_loaded_as_data(tmp_path: Path) -> None:
 
 def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
     write(tmp_path / "iter", {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
-    metadata = read_metadata(tmp_path / "iter")
+    metadata = described(tmp_path / "iter")
     (place,) = metadata.storage_data.values()
     shutil.copy(tmp_path / "iter" / place.relative_path, tmp_path / "outside")
     place.relative_path = "../outside"
@@ -228,8 +236,70 @@ def test_older_torch_reads_what_newer_torch_writes(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*getstate(properties)[:5], None))
     monkeypatch.setattr(TensorProperties, "__setstate__", read)
     write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
-    assert read_metadata(tmp_path).state_dict_metadata["x"].properties.dtype == torch.float32
+    assert described(tmp_path).state_dict_metadata["x"].properties.dtype == torch.float32
     assert [len(state) for state in states] == [5]
+
+
+def _chunk(entry: TensorStorageMetadata, **fields: object) -> None:
+    vars(entry.chunks[0]).update(fields)
+
+
+#: What a hostile description may say of a tensor [2, 3] and its place, and the error.
+FORGED: dict[str, tuple[Callable[[TensorStorageMetadata, Any], object], str]] = {
+    "negative": (lambda entry, _: setattr(entry, "size", [-1, 3]), r"size of x is \[-1, 3\], not whole numbers"),
+    "real": (lambda entry, _: setattr(entry, "size", [2.0, 3]), r"size of x is \[2.0, 3\], not whole"),
+    "truth": (lambda entry, _: setattr(entry, "size", [True, 3]), r"size of x is \[True, 3\], not whole"),
+    "huge": (lambda entry, _: setattr(entry, "size", torch.Size([2**40, 2**40])), r"size of x is .*2\^48"),
+    "words": (lambda entry, _: setattr(entry, "size", "23"), "size of x is '23', not whole"),
+    "rank": (
+        lambda entry, _: setattr(entry, "size", torch.Size([6])),
+        r"x of size \(6,\) has a chunk of sizes \(2, 3\)",
+    ),
+    "no rank": (lambda entry, _: _chunk(entry, sizes=torch.Size([])), r"has a chunk of sizes \(\) at offsets \(0, 0\)"),
+    "outside": (lambda entry, _: _chunk(entry, offsets=torch.Size([1, 0])), r"sizes \(2, 3\) at offsets \(1, 0\)"),
+    "elsewhere": (lambda entry, _: setattr(entry, "size", torch.Size([1, 3])), r"x of size \(1, 3\) has a chunk"),
+    "no chunk": (lambda entry, _: setattr(entry, "chunks", [None]), "x has a NoneType as a chunk"),
+    "dtype": (lambda entry, _: setattr(entry.properties, "dtype", "float32"), "x has the dtype 'float32'"),
+    "start": (lambda _, place: setattr(place, "offset", -5), "x takes bytes -5 to"),
+    "length": (lambda _, place: setattr(place, "length", 10**12), r"x takes bytes 0 to \+ 1000000000000 of __0_0"),
+    "short": (lambda _, place: setattr(place, "length", 5), r"a chunk of sizes \(2, 3\) in 5 bytes"),
+    "file": (lambda _, place: setattr(place, "relative_path", 7), "places x in 7, which is no file of it"),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_forged_description_is_refused(tmp_path: Path, forged: str) -> None:
+    """In one line that names the file and the value, before memory for a tensor is taken."""
+    write(tmp_path, {"x": [Chunk("x", (2, 3), (0, 0), torch.ones(2, 3))]})
+    metadata = described(tmp_path)
+    change, problem = FORGED[forged]
+    (place,) = metadata.storage_data.values()
+    change(metadata.state_dict_metadata["x"], place)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=rf"\.metadata is damaged: .*{problem}") as raised:
+        TorchDistReader(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_no_memory_is_taken_for_what_was_not_saved(tmp_path: Path) -> None:
+    write(tmp_path, {"x": [Chunk("x", (2, 3), (0, 0), torch.ones(2, 3))]})
+    metadata = described(tmp_path)
+    metadata.state_dict_metadata["x"].size = torch.Size([2**40, 3])
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"elements of x were not saved"):
+        TorchDistReader(tmp_path).read_whole("x")
+
+
+@pytest.mark.parametrize("attribute", ["__init__", "__setstate__", "fields"])
+def test_a_description_changes_no_class(tmp_path: Path, attribute: str) -> None:
+    """A pickle can set attributes of what it names: here of a class instead of an object."""
+    before = vars(Record).copy()
+    content = b"\x80\x02ctorch.distributed.checkpoint.metadata\nStorageMeta\n(N}U" + bytes([len(attribute)])
+    content += attribute.encode() + b"K\x01stb."
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not loaded"):
+        read_metadata(tmp_path)
+    assert vars(Record) == before and not hasattr(StorageMeta, "fields")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({"a": 1}), b"not a pickle at all"])
