@@ -19,9 +19,11 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import UserError
 from ..outputs import replace_file, sync
@@ -45,6 +47,9 @@ _FOLDER = re.compile(r"iter_(\d{7,})")
 _REPLACED = re.compile(r"(iter_\d{7,})(\.[0-9a-f]{16})?\.replaced")
 _OLD_META = "meta.json"
 _LEFT_BEHIND = (".tmp", ".replaced", ".removed")
+#: A file is read again so often if its handle is stale, after so many seconds.
+_STALE_ATTEMPTS = 3
+_STALE_WAIT_SECONDS = 0.1
 
 
 class CheckpointError(UserError):
@@ -53,6 +58,24 @@ class CheckpointError(UserError):
 
 class RunLockError(CheckpointError):
     """The folder belongs to another run. This one cannot save and must stop."""
+
+
+_T = TypeVar("_T")
+
+
+def reread(read: Callable[[], _T]) -> _T:
+    """The result of `read`, which opens a file by its name.
+
+    NFS answers ESTALE if another machine replaced the file in between. Opened anew, the new one is there.
+    """
+    for _ in range(_STALE_ATTEMPTS):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        time.sleep(_STALE_WAIT_SECONDS)
+    return read()
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -111,7 +134,7 @@ def ancestors(root: Path, iteration: int) -> list[int]:
     """
     lower = [number for number in saved_iterations(root) if number < iteration]
     try:
-        own = set(json.loads((iteration_folder(root, iteration) / META).read_text())[ANCESTORS])
+        own = set(json.loads(reread((iteration_folder(root, iteration) / META).read_text))[ANCESTORS])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return lower
     return [number for number in lower if number in own]
@@ -284,7 +307,7 @@ def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interva
 def _due(folder: Path) -> list[int]:
     """The iterations at which a checkpoint was due; none if it does not say."""
     try:
-        due = json.loads((folder / META).read_text())[DUE]
+        due = json.loads(reread((folder / META).read_text))[DUE]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return [number for number in due if isinstance(number, int)] if isinstance(due, list) else []
@@ -308,7 +331,7 @@ def _clear(path: Path) -> None:
 def _tracked_iteration(root: Path) -> int | None:
     tracker = root / TRACKER
     try:
-        text = tracker.read_text().strip()
+        text = reread(tracker.read_text).strip()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -205,8 +205,11 @@ def _gradient_factor(saved: SavedRun, state: Resumable) -> float:
 def _restore_rng(saved: SavedRun, state: Resumable) -> None:
     """Restore the generators' states if the layout and the kind of device are those of the checkpoint."""
     rng = saved.rank_tensors(state, "rng/") if saved.has_model_layout_of(state) else {}
-    if rng and set_rng_states(rng, state.device):
-        return
+    try:
+        if rng and set_rng_states(rng, state.device):
+            return
+    except (ValueError, RuntimeError) as error:  # RuntimeError: torch's, of a state that is none
+        raise CheckpointError(f"{saved.folder} is damaged: {error}; give --no-load-rng") from error
     if state.topology.rank == 0:
         reason = f"on another kind of device than {state.device.type}" if rng else f"with {saved.layout_text}"
         if not rng and saved.has_model_layout_of(state):

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from .concurrency import NUM_READERS
-from .files import MANIFEST, CheckpointError, write_text
+from .files import MANIFEST, CheckpointError, reread, write_text
 
 _ALGORITHM = "crc32"
 _READ_BYTES = 1 << 20
@@ -130,7 +130,7 @@ def read_manifest(folder: Path) -> list[FileRecord]:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(reread(path.read_text))
         if content[_ALGORITHM] != _checksum_of(content["files"]):
             raise ValueError(f"its {_ALGORITHM} is not {content[_ALGORITHM]}")
         records = [FileRecord(name, entry["size"], entry[_ALGORITHM]) for name, entry in content["files"].items()]
@@ -139,7 +139,7 @@ def read_manifest(folder: Path) -> list[FileRecord]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from None
     for record in records:
-        if Path(record.name).name != record.name:
+        if Path(record.name).name != record.name or not record.name.isprintable():
             raise CheckpointError(f"checkpoint file {path} names {record.name!r}, which is not in its folder")
     return sorted(records, key=lambda record: record.name)
 
@@ -187,10 +187,10 @@ def problem_with(folder: Path, record: FileRecord, *, num_threads: int = NUM_REA
     """The problem of a file, or None; reads the whole file."""
     path = folder / record.name
     try:
-        size = path.stat().st_size
+        size = reread(path.stat).st_size
         if size != record.size:
             return f"checkpoint file {path} is damaged: it has {size} bytes and had {record.size} when it was written"
-        checksum = _checksum_of_file(path, size, num_threads)
+        checksum = reread(lambda: _checksum_of_file(path, size, num_threads))
     except FileNotFoundError:
         return f"checkpoint file {path} is missing"
     except OSError as error:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
+from .description import check_of_megatron
 from .files import CheckpointError
 from .megatron_layout import Name, is_rounded
 from .placement import Shape
@@ -24,6 +25,8 @@ from .same_model import settings_of_arguments
 
 #: Ends of the names of norm weights, which --apply-layernorm-1p stores less 1.
 _NORM_WEIGHTS = ("layernorm.weight", "layer_norm_weight")
+
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 class MegatronCheckpoint(ABC):
@@ -46,11 +49,17 @@ class MegatronCheckpoint(ABC):
         self.arguments: dict[str, Any] = vars(arguments) if isinstance(arguments, Namespace) else {}
         self.optimizer = content.get("optimizer")
         scheduler = content.get("opt_param_scheduler")
-        counted = scheduler.get("num_steps") if isinstance(scheduler, dict) else None
         #: Samples that the schedule of the learning rate has counted; None if it is not known.
-        self.scheduled_samples = counted if isinstance(counted, int) else None
-        self.iteration = self._count(content.get("iteration", 0), "iteration")
-        self.consumed_samples = self._count(self.arguments.get("consumed_train_samples", 0), "consumed_train_samples")
+        self.scheduled_samples: int | None = scheduler.get("num_steps") if isinstance(scheduler, dict) else None
+        self.iteration: int = content.get("iteration", 0)
+        self.consumed_samples: int = self.arguments.get("consumed_train_samples", 0)
+        check_of_megatron(
+            folder,
+            iteration=self.iteration,
+            num_steps=self.scheduled_samples,
+            consumed_train_samples=self.consumed_samples,
+            **{name: self.arguments[name] for name in _SIZES if name in self.arguments},
+        )
 
     @property
     @abstractmethod
@@ -88,7 +97,14 @@ class MegatronCheckpoint(ABC):
     def step_count(self) -> int:
         """Steps that the moments have seen."""
         found = _first_step(self.optimizer)
-        return self.iteration if found is None else found
+        if isinstance(found, Tensor):
+            found = found.item() if found.numel() == 1 else found.tolist()
+        if isinstance(found, float) and found.is_integer():
+            found = int(found)
+        if found is None:
+            return self.iteration
+        check_of_megatron(self.folder, step=found)
+        return int(found)
 
     @property
     def is_gated(self) -> bool:
@@ -99,11 +115,6 @@ class MegatronCheckpoint(ABC):
     def ties_embeddings(self) -> bool:
         """Whether the head is the embedding."""
         return not self.arguments.get("untie_embeddings_and_output_weights", False)
-
-    def _count(self, value: Any, name: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise CheckpointError(f"{self.folder}: {name} is {value!r}, not a count; the checkpoint is damaged")
-        return value
 
     def in_model_dtype(self, master: Tensor) -> Tensor:
         """FP32 values, rounded to the dtype of the model's parameters."""
@@ -126,7 +137,7 @@ class MegatronCheckpoint(ABC):
         return master
 
 
-def _first_step(optimizer: Any) -> int | None:
+def _first_step(optimizer: Any) -> Any:
     """The first step count in an optimizer's state, wherever its kind keeps it."""
     if isinstance(optimizer, list | tuple):
         return next((step for each in optimizer if (step := _first_step(each)) is not None), None)
@@ -135,5 +146,5 @@ def _first_step(optimizer: Any) -> int | None:
     for key in ("step", "common_step"):
         value = optimizer.get(key)
         if isinstance(value, int | float | Tensor):
-            return int(value)
+            return value
     return next((step for each in optimizer.values() if (step := _first_step(each)) is not None), None)

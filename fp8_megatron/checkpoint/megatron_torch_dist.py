@@ -186,7 +186,7 @@ class _FlatBuffers:
 
     def _with_known_order(self) -> dict[Name, Place]:
         """(stage, chunk, bucket, start) of every parameter, in the order under which masters are the weights."""
-        problem: CheckpointError | None = None
+        problem: Exception | None = None
         for order in LAYER_ORDERS:
             try:
                 places = dict(self._all_places(order))
@@ -194,7 +194,7 @@ class _FlatBuffers:
                     if name.layer in (None, 0) and name.key in self._checkpoint.shapes:
                         self._check(name, places)
                 return places
-            except CheckpointError as error:
+            except (CheckpointError, IndexError, RuntimeError) as error:  # other sizes than a buffer's
                 problem = error
         assert problem is not None
         raise CheckpointError(

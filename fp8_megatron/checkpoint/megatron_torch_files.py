@@ -131,14 +131,29 @@ class TorchFiles(MegatronCheckpoint):
                 )
         return shapes
 
-    def _state_of_rank(self, rank: int, stage: int) -> dict[tuple[int, str], dict[str, Tensor]]:
-        """Masters and moments of a rank's parameters by chunk and name."""
+    def _read_state(self, rank: int, stage: int) -> dict[tuple[int, str], dict[str, Tensor]]:
         chunks = _chunks(self._content(rank, stage), self.folder)
         file = megatron_rank_folder(self.folder, rank, stage, self._stages) / "distrib_optim.pt"
         if file.is_file():
             return dict(self._distributed_state(file, chunks))
         params = [(index, name, value) for index, chunk in enumerate(chunks) for name, value in chunk.items()]
         return dict(self._plain_state(self._content(rank, stage).get("optimizer"), params))
+
+    def _state_of_rank(self, rank: int, stage: int) -> dict[tuple[int, str], dict[str, Tensor]]:
+        """Masters and moments of a rank's parameters by chunk and name.
+
+        Raises:
+            CheckpointError: they are of another form.
+        """
+        try:
+            return self._read_state(rank, stage)
+        except CheckpointError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            folder = megatron_rank_folder(self.folder, rank, stage, self._stages)
+            raise CheckpointError(
+                f"{folder}: the optimizer's state is of another form ({error!r}); give --no-load-optim, or --finetune"
+            ) from error
 
     def _distributed_state(
         self, file: Path, chunks: list[dict[str, Tensor]]
@@ -209,6 +224,11 @@ def _chunks(content: dict[str, Any], folder: Path) -> list[dict[str, Tensor]]:
     """The model chunks of a rank: parameters by name, in the order of the modules."""
     keys = ["model"] if "model" in content else [f"model{index}" for index in range(100) if f"model{index}" in content]
     chunks = [mapping(content[key], key, folder) for key in keys]
+    foreign = next(
+        (name for chunk in chunks for name in chunk if not isinstance(name, str) or not name.isprintable()), ""
+    )
+    if foreign != "":
+        raise CheckpointError(f"{folder} is damaged: its model names a parameter {foreign!r}; copy it again")
     if not chunks or any("language_model" in chunk for chunk in chunks):
         raise CheckpointError(
             f"{folder} holds a model from before megatron-core; convert it with Megatron's tools/checkpoint/convert.py "

@@ -145,7 +145,7 @@ class _Description:
     def tensors(self) -> dict[str, StoredTensor]:
         found = {}
         for key, entry in self._entries.items():
-            if not isinstance(key, str) or not isinstance(entry, _Tensor | _Bytes):
+            if not isinstance(key, str) or not key.isprintable() or not isinstance(entry, _Tensor | _Bytes):
                 raise ValueError(f"{key!r} is no tensor's name, or a {type(entry).__name__}")
             if isinstance(entry, _Tensor):
                 found[key] = self._tensor(key, entry)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import io
 import pickle
 import pickletools
 import threading
@@ -23,7 +24,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from .files import CheckpointError
+from .files import CheckpointError, reread
 
 #: Dtypes of saved tensors.
 DTYPES = "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 uint8 int8 int16 int32 int64 bool".split()
@@ -68,6 +69,9 @@ _OF_MEGATRON: Mapping[str, Callable[..., Any]] = {
     "torch.Size": torch.Size,
     "torch._utils._rebuild_parameter": torch._utils._rebuild_parameter,
 }
+#: Levels of containers, and their number: a checkpoint has some ten, and a few for each tensor.
+_MOST_LEVELS = 64
+_MOST_CONTAINERS = 2_000_000
 #: torch keeps one list of allowed names for the process.
 _torchs_list = threading.Lock()
 
@@ -82,11 +86,12 @@ def read_megatron_file(path: Path) -> Any:
         CheckpointError: missing, damaged, or a TorchScript archive.
     """
     try:
-        with path.open("rb") as file:
-            names = _names_in(file)
+        names = reread(lambda: _names_in_file(path))
         unknown = names - _OF_TENSORS - _OF_MEGATRON.keys()
         with _only([(kind, name) for name, kind in _OF_MEGATRON.items()] + [(Opaque, name) for name in unknown]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        _check_nesting(content)
+        return content
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint file {path} is missing; copy it too") from None
     except _Refused as refused:
@@ -109,6 +114,26 @@ def read_tensor(file: IO[bytes]) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(f"it holds a {type(value).__name__}, not a tensor")
     return value
+
+
+def _check_nesting(content: Any) -> None:
+    """Raises:
+    _Refused: containers are nested deeper than a recursive reader gets, or hold themselves.
+    """
+    left: list[tuple[Any, int]] = [([content], 0)]
+    count = 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        if depth > _MOST_LEVELS or count > _MOST_CONTAINERS:
+            raise _Refused(f"is damaged (it nests deeper than {_MOST_LEVELS} levels, or holds itself); copy it again")
+        children = value.values() if isinstance(value, dict) else value
+        left += [(child, depth + 1) for child in children if isinstance(child, dict | list | tuple)]
+
+
+def _names_in_file(path: Path) -> set[str]:
+    with path.open("rb") as file:
+        return _names_in(file)
 
 
 class _Refused(ValueError):
@@ -210,8 +235,7 @@ def read_records(path: Path, admitted: Mapping[tuple[str, str], Any]) -> Any:
         CheckpointError: missing, damaged, or it names something else.
     """
     try:
-        with path.open("rb") as file:
-            return _DataUnpickler(file, admitted).load()
+        return _DataUnpickler(io.BytesIO(reread(path.read_bytes)), admitted).load()
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint file {path} is missing") from None
     except Exception as error:  # a damaged pickle raises almost anything

@@ -17,17 +17,20 @@ import getpass
 import json
 import logging
 import os
+import re
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ..config.limits import field_types, value_problem
 from ..device.processes import is_stopped, machine_id, process_start
-from .files import RunLockError
+from .files import RunLockError, reread
 from .run_identity import RunIdentity
 
 LOCK = "run.lock"
@@ -43,6 +46,8 @@ POLL_SECONDS = 1.0
 _SETTLE_SECONDS = 0.2
 #: Seconds after which a leftover of a killed process is cleared.
 _STALE_SECONDS = 60.0
+#: Part of names of files beside the lock; empty in an unknown one.
+_TOKEN = re.compile(r"[0-9a-f]{0,64}")
 #: What file systems without hard links answer.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
@@ -85,12 +90,15 @@ class Holder:
 
     @classmethod
     def parse(cls, content: bytes | None) -> Holder:
-        """The holder that a lock names; an unknown one if it cannot be read."""
+        """The holder that a lock names; an unknown one if it cannot be read, or holds what this class does not."""
+        kinds = field_types(cls)  # type: ignore[arg-type]
         try:
             values = json.loads(content or b"")
-            return cls(**{item.name: values[item.name] for item in fields(cls)})
-        except (ValueError, KeyError, TypeError):
+            found = {name: values[name] for name in kinds}
+        except (ValueError, KeyError, TypeError, RecursionError):
             return cls()
+        is_wrong = any(value_problem(kind, found[name]) for name, kind in kinds.items())
+        return cls() if is_wrong or not _TOKEN.fullmatch(found["token"]) else cls(**found)
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host} (user {self.user}, run {self.run}, since {self.since})"
@@ -186,7 +194,7 @@ class RunLock:
             self._stopped.set()
             if self._thread is not None:
                 self._thread.join(timeout=BEAT_SECONDS)
-            with suppress(OSError):
+            with suppress(OSError, RunLockError):
                 if self._read() == self._content:
                     self._remove(self._content)
                 self._aside("beat").unlink(missing_ok=True)
@@ -199,7 +207,9 @@ class RunLock:
 
     def _read(self) -> bytes | None:
         try:
-            return self._path.read_bytes()
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):  # a link may lead to nothing, a pipe waits for ever
+                raise RunLockError(f"{self._path} is a folder, a link or a pipe, not a run's lock; remove it")
+            return reread(self._path.read_bytes)
         except FileNotFoundError:
             return None
 
@@ -243,7 +253,7 @@ class RunLock:
         except FileNotFoundError:
             return True
         try:
-            if taken.read_bytes() == judged:
+            if reread(taken.read_bytes) == judged:
                 return True
             self._link(taken, self._path)
         finally:
@@ -275,7 +285,9 @@ class RunLock:
         count = 0
         while not self._stopped.wait(BEAT_SECONDS):
             count += 1
-            with suppress(OSError):  # a full disk, or a server that does not answer: the next beat tries again
+            with suppress(
+                OSError, RunLockError
+            ):  # a full disk, or a server that does not answer: the next beat tries again
                 self._write_beat(count)
                 if self._content_or_none_twice() != self._content and not self._stopped.is_set():
                     self.lost = True
@@ -313,7 +325,7 @@ def _write(path: Path, content: bytes, flags: int, *, syncs: bool = True) -> Non
 
 def _read_or_none(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return reread(path.read_bytes)
     except OSError:
         return None
 

@@ -338,9 +338,17 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 def set_rng_states(states: dict[str, Tensor], device: torch.device) -> bool:
     """Restore the result of `rng_states`. Returns False and sets nothing if the states are from a CPU and this is a
     GPU, or the reverse: generators of one cannot take the other's states.
+
+    Raises:
+        ValueError: a state is missing or has another length.
     """
     if ("cuda" in states) != (device.type == "cuda"):
         return False
+    for name, current in rng_states(device).items():
+        if name not in states:
+            raise ValueError(f"rng/{name} is missing")
+        if states[name].shape != current.shape:
+            raise ValueError(f"rng/{name} has {states[name].numel()} bytes, not {current.numel()}")
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ from torch import Tensor
 
 from ..config.schema import ModelConfig
 from .concurrency import NUM_READERS, in_order
+from .description import check_rank_tensors, read_description
 from .encoding import Encoded
-from .files import CONFIG, META, CheckpointError, iteration_of, rank_file
+from .files import CONFIG, CheckpointError, rank_file, reread
 from .manifest import read_manifest
 from .placement import Placement
-from .run_state import FORMAT_VERSIONS, PREFIXES, STAGES, Resumable, below, topology_of
+from .run_state import PREFIXES, STAGES, Resumable, below, topology_of
 from .same_model import differing_size, first_difference, model_settings
 from .torch_dist import PlannedRead, TorchDistReader, Wanted
 
@@ -39,36 +39,6 @@ class Elements:
     kind: str
     start: int
     length: int
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """What ``checkpoint.json`` says.
-
-    Raises:
-        CheckpointError: missing, damaged, of another format version, or in a folder that is named after another
-            iteration.
-    """
-    path = folder / META
-    try:
-        description = json.loads(path.read_text())
-        version = description["format_version"]
-        names = ("iteration", "consumed_samples", "skipped_steps", "topology", "vocab_size", "padded_vocab_size")
-        missing = [name for name in names if name not in description]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read ({error!r}); use another iteration") from None
-    versions = sorted(FORMAT_VERSIONS.values())
-    if version not in versions or missing:
-        problem = f"has no {missing[0]}" if version in versions else f"has format version {version}"
-        raise CheckpointError(
-            f"checkpoint file {path} {problem}; this version reads versions {' and '.join(map(str, versions))}"
-        )
-    named = iteration_of(folder)
-    if named not in (None, description["iteration"]):
-        raise CheckpointError(
-            f"checkpoint file {path} is of iteration {description['iteration']}, its folder is named after {named}; "
-            "give the folder its name again"
-        )
-    return description
 
 
 def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = False) -> str | None:
@@ -90,7 +60,7 @@ def saved_model_settings(folder: Path) -> dict[str, Any]:
 def _saved_settings(folder: Path) -> dict[str, Any]:
     """The model section of ``config.yaml``, unchecked; empty if it is missing or not a mapping."""
     try:
-        content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        content = yaml.safe_load(reread(lambda: (folder / CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     section = content.get("model") if isinstance(content, dict) else None
@@ -149,19 +119,18 @@ class SavedRun:
     @property
     def num_replicas(self) -> int:
         """Ranks that held the same parameters; 1 for a model that was converted."""
-        return (self.topology["data_parallel_size"] or 1) * (self.topology.get("context_parallel_size") or 1)
+        return (self.topology.get("data_parallel_size") or 1) * (self.topology.get("context_parallel_size") or 1)
 
     @property
     def num_stages(self) -> int:
         """Pipeline stages."""
-        return int(self.topology["pipeline_model_parallel_size"] or 1)
+        return int(self.topology.get("pipeline_model_parallel_size") or 1)
 
     def has_model_layout_of(self, state: Resumable) -> bool:
         """Whether this run cuts the model into the same parts."""
         own = topology_of(state.topology)
-        return own["tensor_model_parallel_size"] == self.topology["tensor_model_parallel_size"] and self.has_stages_of(
-            state
-        )
+        name = "tensor_model_parallel_size"
+        return own[name] == self.topology.get(name) and self.has_stages_of(state)
 
     def has_stages_of(self, state: Resumable) -> bool:
         """Whether this run has the same layers on every stage."""
@@ -300,7 +269,9 @@ class SavedRun:
         if name not in self._rank_tensors:
             path = self.folder / name
             try:
-                self._rank_tensors[name] = safetensors.torch.load_file(path)
+                tensors = safetensors.torch.load(reread(path.read_bytes))
             except Exception as error:  # safetensors' own error type derives from nothing narrower
                 raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from error
+            check_rank_tensors(path, tensors)
+            self._rank_tensors[name] = tensors
         return self._rank_tensors[name]

@@ -10,6 +10,7 @@ from typing import Any
 from ..config.io import load_config
 from ..config.model import ModelConfig
 from ..config.schema import Config, DataConfig
+from .description import read_description
 from .files import (
     CONFIG,
     CheckpointError,
@@ -22,7 +23,6 @@ from .files import (
 from .manifest import check_files
 from .megatron_loading import open_megatron_checkpoint
 from .same_model import settings_of_arguments
-from .saved_run import read_description
 
 #: Settings of the data section that name the tokenizer.
 _TOKENIZER = ("vocab_file", "merge_file", "tiktoken_", "tokenizer_", "null_tokenizer_")

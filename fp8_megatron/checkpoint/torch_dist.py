@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .concurrency import in_order
 from .encoding import HEAD_BYTES, Encoded, decode_record, is_record
-from .files import CheckpointError
+from .files import CheckpointError, reread
 from .manifest import FileRecord, RecordedFile, write_file
 from .metadata_file import METADATA, Written, pickled, read_metadata
 from .pickles import read_tensor
@@ -297,18 +297,24 @@ class TorchDistReader:
         """
         path = self._folder / item.file
         try:
-            with path.open("rb", buffering=0) as file:
-                part = _PartOfFile(file, item.start, item.length)
-                if is_record(part.head()):
-                    return decode_record(part.content(pinned=pinned), item.sizes)
-                value = read_tensor(part)  # type: ignore[arg-type]  # it has what zipfile and torch ask of a stream
+            value = reread(lambda: _read(path, item, pinned=pinned))
         except Exception as error:  # torch raises almost anything for a damaged archive
             raise CheckpointError(
                 f"checkpoint file {path} is damaged: {item.key} at byte {item.start}: {error}; use another iteration"
             ) from error
+        if isinstance(value, Encoded):
+            return value
         if tuple(value.shape) != item.sizes:
             raise CheckpointError(f"checkpoint file {path} is damaged: {item.key} is not of shape {item.sizes} in it")
         return value.pin_memory() if pinned else value
+
+
+def _read(path: Path, item: Written, *, pinned: bool) -> Tensor | Encoded:
+    with path.open("rb", buffering=0) as file:
+        part = _PartOfFile(file, item.start, item.length)
+        if is_record(part.head()):
+            return decode_record(part.content(pinned=pinned), item.sizes)
+        return read_tensor(part)  # type: ignore[arg-type]  # it has what zipfile and torch ask of a stream
 
 
 class _PartOfFile(io.RawIOBase):

@@ -43,6 +43,9 @@ class TorchDistWeights:
         self.shapes: Mapping[str, tuple[int, ...]] = {key: found[stored] for key, stored in self.stored_keys.items()}
         if not any(key.startswith(LAYERS) for key in self.shapes):
             raise CheckpointError(f"{folder} has no {LAYERS}*: it is not the checkpoint of a GPT")
+        flat = next((key for key, shape in self.shapes.items() if key.startswith(LAYERS) and not shape), None)
+        if flat is not None:
+            raise CheckpointError(f"{folder} is damaged: {flat} is a single number, not stacked layers; copy it again")
         numbered = next((key for key in self.shapes if key.removeprefix(LAYERS)[:1].isdigit()), None)
         if numbered is not None:
             raise CheckpointError(

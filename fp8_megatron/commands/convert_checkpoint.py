@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..config.schema import Config
     from ..conversion.conversion import Source
 
-console = Console(stderr=True)
+console = Console(stderr=True, markup=False)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import unicodedata
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -86,8 +87,16 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     )
     if int(os.environ.get("RANK", "0")) == 0:
         for prompt, text in zip(arguments.prompt, texts, strict=True):
-            print(f"--- prompt {prompt!r}\n{text}")
+            print(f"--- prompt {prompt!r}\n{_without_controls(text)}")
     return 0
+
+
+def _without_controls(text: str) -> str:
+    """`text` with an escape for each control character but line breaks and tabs, which a terminal would obey."""
+    return "".join(
+        repr(character)[1:-1] if unicodedata.category(character) == "Cc" and character not in "\n\t" else character
+        for character in text
+    )
 
 
 def _tensor_parallel_size(checkpoint_root: Path) -> int:

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..config.model import ModelConfig
+from ..errors import printable
 from .arguments import Parser, existing, whole
 from .program import exit_status, prepare_megatron
 
@@ -135,9 +137,9 @@ def report_of(options: Options) -> Report:
 
 
 def _description(kind: str, folder: Path) -> dict[str, Any]:
+    from ..checkpoint.description import read_description
     from ..checkpoint.files import is_megatron_checkpoint
     from ..checkpoint.megatron_loading import open_megatron_checkpoint
-    from ..checkpoint.saved_run import read_description
     from ..conversion.hugging_face_folder import CONFIG_FILE, read_json
 
     if kind == "ours":
@@ -272,32 +274,36 @@ def _problems(folder: Path) -> list[str]:
 
 
 def print_report(report: Report, console: Console, *, verified: bool) -> None:
-    """Tables for a person."""
-    console.print(f"{report.format}: {report.folder}", highlight=False, soft_wrap=True)
+    """Tables for a person. Names and values are a foreign file's."""
+
+    def line(text: str) -> None:
+        console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+
+    line(f"{report.format}: {report.folder}")
     for name, value in report.description.items():
-        console.print(f"  {name} = {value}", highlight=False, soft_wrap=True)
+        line(f"  {name} = {value}")
     has_values = any(line.num_not_finite is not None for line in report.tensors)
     table = Table(box=None)
     columns = ["tensor", "shape", "dtype", "MB"] + (["amax", "rms", "amax / 448", "not finite"] if has_values else [])
     for column in columns:
         table.add_column(column, justify="left" if column in ("tensor", "shape", "dtype") else "right", no_wrap=True)
-    for line in report.tensors:
-        cells = [line.name, " × ".join(map(str, line.shape)), line.dtype, f"{line.nbytes / 1e6:.3f}"]
+    for tensor in report.tensors:
+        shape = " × ".join(map(str, tensor.shape))
+        cells = [escape(printable(tensor.name)), shape, tensor.dtype, f"{tensor.nbytes / 1e6:.3f}"]
         if has_values:
-            numbers = (line.amax, line.rms, line.e4m3_scale)
+            numbers = (tensor.amax, tensor.rms, tensor.e4m3_scale)
             cells += ["" if number is None else f"{number:.3e}" for number in numbers]
-            cells.append("" if line.num_not_finite is None else str(line.num_not_finite))
+            cells.append("" if tensor.num_not_finite is None else str(tensor.num_not_finite))
         table.add_row(*cells)
     console.print(table)
     for group, (count, num_params, nbytes) in sums(report).items():
-        text = f"{group}: {count} tensors, {num_params:,} elements, {nbytes / 1e6:,.3f} MB"
-        console.print(text, highlight=False, soft_wrap=True)
+        line(f"{group}: {count} tensors, {num_params:,} elements, {nbytes / 1e6:,.3f} MB")
     total = sum(report.files.values())
-    console.print(f"{len(report.files)} files, {total / 1e6:,.3f} MB on disk", highlight=False)
+    line(f"{len(report.files)} files, {total / 1e6:,.3f} MB on disk")
     if verified and not report.problems:
-        console.print("every file is as the manifest says" if report.format == "ours" else "no manifest to verify by")
+        line("every file is as the manifest says" if report.format == "ours" else "no manifest to verify by")
     for problem in report.problems:
-        console.print(problem, highlight=False, soft_wrap=True)
+        line(problem)
 
 
 def sums(report: Report) -> dict[str, tuple[int, int, int]]:

@@ -18,7 +18,7 @@ from .dry_run import dry_run
 from .environment import check_launcher, check_no_fp4, launched_ranks, take_mpi_ranks
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
-from .program import exit_status, prepare_megatron, show
+from .program import LineFormatter, exit_status, prepare_megatron, show
 from .run_settings import run_command_line
 
 _DIVERGED_STATUS = 1
@@ -30,7 +30,9 @@ def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> i
     follow_parent()
     take_mpi_ranks(os.environ)
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=level, handlers=[handler])
     logging.getLogger("megatron").setLevel(logging.WARNING)
     return exit_status(partial(_train, words, prog))
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import USER_ERROR_STATUS, UserError
+from ..errors import USER_ERROR_STATUS, UserError, printable
 from .error_log import folder_of, write_error_log
 from .machine_errors import machine_error
 
@@ -90,7 +90,7 @@ def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None
     rank = os.environ.get("RANK", "0")
     if not _is_told(str(error), patient=rank != "0"):
         teller = "" if rank == "0" else f" on rank {rank}"
-        print(f"{kind}{teller}: {error}{note}", file=sys.stderr, flush=True)
+        print(printable(f"{kind}{teller}: {error}{note}", keep="\n"), file=sys.stderr, flush=True)
 
 
 def _is_told(text: str, *, patient: bool) -> bool:
@@ -111,6 +111,13 @@ def _is_told(text: str, *, patient: bool) -> bool:
     except OSError:
         pass  # no place for marks: rather twice than never
     return False
+
+
+class LineFormatter(logging.Formatter):
+    """The text of log records; what cannot be printed is written as an escape."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
 
 
 def prepare_megatron() -> None:

@@ -317,7 +317,7 @@ def _read_file(path: str | Path) -> dict[str, dict[str, Any]]:
     values: dict[str, dict[str, Any]] = {section: {} for section in types}
     problems = []
     for section, key, value in _entries(read_mapping(path), types):
-        label = f"{section}.{key}" if section else key
+        label = shortened(f"{section}.{key}" if section else key)
         owner = next((name for name, fields in types.items() if key in fields), None)
         if section is None and owner is None and key in types:
             problems.append(f"{path}: '{key}' is a section, not a setting; write it as {key}: {{name: value}}")

@@ -53,8 +53,8 @@ class FieldType:
             return dataclasses.replace(cls.of(inside), optional=True)
         if origin is Literal:
             return cls(type(arguments[0]), arguments)
-        if origin is tuple:
-            return cls(tuple)
+        if origin in (tuple, list, dict):
+            return cls(origin)
         if issubclass(annotation, Enum):
             return cls(annotation, tuple(annotation))
         return cls(annotation)
@@ -93,18 +93,37 @@ def _text_problems(name: str, value: Any) -> Iterator[str]:
             yield f"{name}('{shortened(text)}') {problem}; give {flag_name(name)} another value, or leave it out"
 
 
+def value_problem(field_type: FieldType, value: Any) -> str | None:
+    """What a value that a file gives for a field has to be instead; None if the field takes it."""
+    if value is None and field_type.optional:
+        return None
+    bases = (int, float) if field_type.base is float else field_type.base
+    is_of_kind = isinstance(value, bases) and isinstance(value, bool) == (field_type.base is bool)
+    if not is_of_kind or (isinstance(value, str) and not value.isprintable()):
+        return _kind(field_type)
+    return _fix(field_type, value)
+
+
+def _kind(field_type: FieldType) -> str:
+    """The values of a field in words."""
+    if field_type.choices:
+        return "one of " + ", ".join(map(str, field_type.choice_names))
+    kinds = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text that can be printed"}
+    kind = kinds.get(field_type.base, f"a {field_type.base.__name__}")
+    return " ".join([kind, " and ".join(map(_words, field_type.bounds))]).strip()
+
+
 def _fix(field_type: FieldType, value: Any) -> str | None:
     """What to give instead of `value`; None if it is within its limits."""
     if value is None and field_type.optional:
         return None
     if field_type.choices:
-        return None if value in field_type.choices else "one of " + ", ".join(field_type.choice_names)
+        return None if value in field_type.choices else _kind(field_type)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if (isinstance(value, int) or math.isfinite(value)) and all(_holds(bound, value) for bound in field_type.bounds):
         return None
-    kind = "a whole number" if field_type.base is int else "a finite number"
-    return " ".join([kind, " and ".join(map(_words, field_type.bounds))]).strip()
+    return _kind(field_type)
 
 
 def _holds(bound: Bound, value: float) -> bool:

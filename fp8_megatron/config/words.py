@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ..errors import printable
+
 _WHOLE = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?(?:inf|infinity|nan)", re.ASCII)
 #: Digits of a whole number. Far beyond every limit, and below what Python refuses to read.
@@ -54,9 +56,7 @@ def text_problem(text: str) -> str | None:
 
 def shortened(text: str) -> str:
     """`text` for an error: as it is, or its beginning if it is long. What cannot be printed is written as an escape."""
-    text = "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text[:_MOST_CHARACTERS]
-    )
+    text = printable(text[:_MOST_CHARACTERS])
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 

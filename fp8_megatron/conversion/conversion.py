@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 
+from ..checkpoint.description import read_description
 from ..checkpoint.files import (
     CONFIG,
     META,
@@ -25,7 +26,7 @@ from ..checkpoint.manifest import problem_with, read_manifest, write_manifest
 from ..checkpoint.metadata_file import METADATA
 from ..checkpoint.run_state import FORMAT_VERSIONS
 from ..checkpoint.same_model import first_difference
-from ..checkpoint.saved_run import read_description, saved_model_settings
+from ..checkpoint.saved_run import saved_model_settings
 from ..checkpoint.saving import write_config, write_last_files
 from ..checkpoint.torch_dist import TorchDistReader, write_chunks, write_metadata
 from ..checkpoint.torch_dist_weights import TorchDistWeights

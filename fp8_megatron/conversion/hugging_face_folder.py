@@ -80,11 +80,11 @@ class HuggingFaceWeights:
                 scale = self._tensors.spec(name + layout.scale_suffix)
                 if not fp8.can_dequantize(tuple(tensor.shape), scale.shape):
                     raise CheckpointError(
-                        f"{self._folder}: {scale.name} has shape {scale.shape}, which is no scale of {name} of shape "
+                        f"{self._folder}: {scale.name} has shape {scale.shape}, which is no scale of {name!r} of shape "
                         f"{tuple(tensor.shape)}; fetch the folder again"
                     )
                 return fp8.dequantize(tensor, self._tensors.read(scale.name))
-        raise CheckpointError(f"{self._folder}: {name} is FP8 without a scale beside it")
+        raise CheckpointError(f"{self._folder}: {name!r} is FP8 without a scale beside it")
 
     def _stored(self, name: str) -> str:
         return name.removeprefix("transformer.") if self._prefix == "" else name

@@ -98,7 +98,7 @@ class SafetensorsFolder:
         dtype = dtypes.get(part.get_dtype())
         if dtype is None:
             raise CheckpointError(
-                f"{self._folder}: {name} is {part.get_dtype()}; weights in {', '.join(dtypes)} can be read"
+                f"{self._folder}: {name!r} is {part.get_dtype()}; weights in {', '.join(dtypes)} can be read"
             )
         return TensorSpec(name, dtype, tuple(part.get_shape()))
 
@@ -113,7 +113,7 @@ class SafetensorsFolder:
             return file.get_tensor(name)
         except Exception as error:  # SafetensorError, and torch's own for a dtype that it lacks
             raise CheckpointError(
-                f"{self._folder / self.file_of[name]}: {name} cannot be read ({error}); fetch the file again"
+                f"{self._folder / self.file_of[name]}: {name!r} cannot be read ({error}); fetch the file again"
             ) from error
 
     def _file(self, name: str) -> Any:

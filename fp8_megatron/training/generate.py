@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checkpoint.description import read_description
 from ..checkpoint.files import CONFIG, META, CheckpointError, candidates, iteration_folder, named_checkpoint
 from ..checkpoint.loading import read_weights
 from ..checkpoint.manifest import check_files
 from ..checkpoint.placement import placement_of
-from ..checkpoint.saved_run import read_description
 from ..config.checks import ConfigError
 from ..config.io import load_config
 from ..config.schema import Config

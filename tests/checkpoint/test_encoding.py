@@ -19,13 +19,14 @@ import torch
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
+from fp8_megatron.checkpoint.description import read_description
 from fp8_megatron.checkpoint.encoding import Encoded, decode_record, is_record
 from fp8_megatron.checkpoint.files import META, CheckpointError
 from fp8_megatron.checkpoint.manifest import write_file, write_manifest
 from fp8_megatron.checkpoint.metadata_file import read_metadata
 from fp8_megatron.checkpoint.placement import Placement
 from fp8_megatron.checkpoint.run_state import PREFIXES, Progress
-from fp8_megatron.checkpoint.saved_run import Elements, SavedRun, read_description
+from fp8_megatron.checkpoint.saved_run import Elements, SavedRun
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.checkpoint.torch_dist import (
     Chunk,

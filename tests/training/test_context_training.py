@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8_megatron.checkpoint.description import read_description
 from fp8_megatron.checkpoint.files import iteration_folder
-from fp8_megatron.checkpoint.saved_run import read_description
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.trainer import Trainer
