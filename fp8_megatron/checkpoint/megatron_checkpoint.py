@@ -138,13 +138,13 @@ class MegatronCheckpoint(ABC):
 
 
 def _first_step(optimizer: Any) -> Any:
-    """The first step count in an optimizer's state, wherever its kind keeps it."""
+    """The first step count in an optimizer's state, wherever its kind keeps it; unchecked."""
     if isinstance(optimizer, list | tuple):
         return next((step for each in optimizer if (step := _first_step(each)) is not None), None)
     if not isinstance(optimizer, dict):
         return None
     for key in ("step", "common_step"):
         value = optimizer.get(key)
-        if isinstance(value, int | float | Tensor):
+        if value is not None and not isinstance(value, dict | list | tuple):
             return value
     return next((step for each in optimizer.values() if (step := _first_step(each)) is not None), None)

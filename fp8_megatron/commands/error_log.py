@@ -6,17 +6,19 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import stat
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 _PACKAGES = ("fp8_megatron", "torch", "megatron-core", "triton", "numpy")
 _VARIABLES = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RESTART_COUNT")
 _FOLDER = "fp8_megatron_log_folder"
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @contextmanager
@@ -35,23 +37,29 @@ def folder_of(error: BaseException) -> Path | None:
 
 
 def write_error_log(error: BaseException) -> Path | None:
-    """Append a record of `error` to a file in the run's folder, else the current one, else the temporary one.
+    """Append a record of `error` to a file in the run's folder, else the current one.
+
+    If neither takes it, it goes to the temporary folder. Whoever may write there could put a link or a pipe under a
+    name that can be guessed: no link is followed, and in a folder that everyone may write the file is a new one.
 
     Returns:
         The file; None if none of the folders can be written.
     """
     rank = os.environ.get("RANK", "0")
-    name = "fp8_megatron_error.log" if rank == "0" else f"fp8_megatron_error_rank_{rank}.log"
-    record = _record(error)
+    stem = "fp8_megatron_error" if rank == "0" else f"fp8_megatron_error_rank_{rank}"
+    record = _record(error).encode(errors="backslashreplace")
     for folder in (folder_of(error), Path(), Path(tempfile.gettempdir())):
         if folder is None or not folder.is_dir():
             continue
-        try:
-            with (folder / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with suppress(OSError):
+            if folder.stat().st_mode & stat.S_IWOTH:
+                descriptor, name = tempfile.mkstemp(".log", f"{stem}_", folder)
+            else:
+                name = str(folder / f"{stem}.log")
+                descriptor = os.open(name, _FLAGS, 0o644)
+            with os.fdopen(descriptor, "wb") as file:
                 file.write(record)
-        except OSError:
-            continue
-        return folder / name
+            return Path(name)
     return None
 
 

@@ -264,3 +264,34 @@ def test_of_many_at_once_exactly_one_takes_a_dead_holders_lock(tmp_path: Path, s
         start = time.time() + 0.5
         won = pool.starmap(_compete, [(str(tmp_path), start, 3.0)] * 8, chunksize=1)
     assert sum(won) == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling link", "link", "pipe"])
+def test_what_is_no_lock_is_an_error_at_once(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "other").write_text("{}")
+    {
+        "folder": (tmp_path / LOCK).mkdir,
+        "dangling link": lambda: (tmp_path / LOCK).symlink_to(tmp_path / "nothing"),
+        "link": lambda: (tmp_path / LOCK).symlink_to(tmp_path / "other"),
+        "pipe": lambda: os.mkfifo(tmp_path / LOCK),
+    }[kind]()
+    lock = lock_of(tmp_path)
+    with pytest.raises(RunLockError, match=r"run.lock is a folder, a link or a pipe, not a run's lock; remove it"):
+        lock.attempt()
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"token": "../../x"}, {"host": "a\x1b[31m\nerror: lost"}, {"process": "1"}, {"machine": 5}, {"process_start": []}],
+)
+def test_a_forged_lock_names_an_unknown_holder(tmp_path: Path, forged: dict[str, object]) -> None:
+    """Its text is not shown, and its token leads to no other file."""
+    first = lock_of(tmp_path, "1" * 16)
+    assert first.attempt() is None
+    rewrite(tmp_path, **forged)
+    second = lock_of(tmp_path, "2" * 16)
+    holder = second.attempt()
+    assert holder == Holder() and str(holder).isprintable()
+    assert acquired_within(second, 10.0)
+    second.release()

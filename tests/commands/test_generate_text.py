@@ -7,6 +7,11 @@ import pytest
 from fp8_megatron.commands import generate_text
 
 
+def test_a_terminal_does_not_obey_generated_text() -> None:
+    text = "a\x1b[31mb\r\x07\tc\nd \u00a0é\u200d\x9b"
+    assert generate_text._without_controls(text) == "a\\x1b[31mb\\r\\x07\tc\nd \u00a0é\u200d\\x9b"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import errno
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from fp8_megatron.commands import program
 from fp8_megatron.commands.error_log import logging_errors_in
 from fp8_megatron.commands.process_limits import check_process_limits
-from fp8_megatron.commands.program import exit_status
+from fp8_megatron.commands.program import LineFormatter, exit_status
 from fp8_megatron.errors import UserError
 from tests.harness.limits import files_limited_to
 
@@ -183,3 +185,49 @@ def test_every_program_runs_under_the_handler(path: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     assert "exit_status" in called or path == Path("pretrain_gpt.py")
+
+
+@pytest.mark.parametrize("place", ["link", "pipe", "file"])
+def test_in_a_shared_folder_the_log_is_a_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another user may have put something there under the name that can be guessed."""
+    shared, victim = tmp_path / "tmp", tmp_path / "victim"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    victim.write_text("precious")
+    {"link": lambda: (shared / LOG).symlink_to(victim), "pipe": lambda: os.mkfifo(shared / LOG)}.get(
+        place, lambda: (shared / LOG).write_text("theirs")
+    )()
+    monkeypatch.chdir("/proc")
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    assert exit_status(raising(KeyError("mine"))) == 70
+    assert victim.read_text() == "precious" and (place != "file" or (shared / LOG).read_text() == "theirs")
+    (log,) = shared.glob("fp8_megatron_error_*.log")
+    assert "KeyError: 'mine'" in log.read_text() and log.stat().st_mode & 0o077 == 0
+    assert str(log) in capsys.readouterr().err
+
+
+def test_a_log_follows_no_link_and_waits_for_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only a group may write."""
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / LOG).symlink_to(tmp_path / "victim")
+    private = tmp_path / "tmp"
+    private.mkdir(mode=0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
+    assert exit_status(raising(KeyError("mine"))) == 70
+    assert (tmp_path / "victim").read_text() == "precious" and "KeyError" in (private / LOG).read_text()
+    (private / LOG).unlink()
+    os.mkfifo(private / LOG)
+    assert exit_status(raising(KeyError("mine"))) == 70
+
+
+def test_control_characters_are_shown_as_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A terminal would obey them. Names in errors and log lines may come from a foreign file."""
+    hostile = "a\x1b[31m\u202eb\x9b"
+    for error in (UserError(hostile), ValueError(hostile), FileNotFoundError(errno.ENOENT, "No such file", hostile)):
+        exit_status(raising(error))
+        assert r"a\x1b[31m\u202eb\x9b" in capsys.readouterr().err
+    record = logging.LogRecord("x", logging.INFO, "", 0, "%s\n\t%s", (hostile, "next"), None)
+    assert LineFormatter().format(record) == r"a\x1b[31m\u202eb\x9b" + "\n\tnext"
+    assert str(UserError("one\ntwo")) == "one\ntwo" and UserError(3).args == (3,)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fp8_megatron.checkpoint.torch_dist import TorchDistReader
 from fp8_megatron.commands import inspect_checkpoint
@@ -88,3 +89,16 @@ def test_hugging_face_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (report["format"], payload["dtype"], payload["nbytes"]) == ("hf", "float8_e4m3fn", 32)
     assert payload["amax"] == weight.float().abs().max().item() and stored_scale["amax"] == 0.25
     assert report["description"]["quantization_config"] == {"a": 1}
+
+
+def test_names_are_shown_with_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a terminal nor rich obeys a name or a setting of a foreign file."""
+    name = "i\x1b[31m\nerror: all is lost [red]x[/] [/]"
+    save_file({name: torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "a\x1b[2J\nb[/]"}))
+    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert r"i\x1b[31m\nerror: all is lost [red]x[/] [/]" in shown and r"model_type = a\x1b[2J\nb[/]" in shown
+    assert "\x1b" not in shown
+    assert inspect_checkpoint.main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"][0]["name"] == name
