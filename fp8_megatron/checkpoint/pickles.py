@@ -106,9 +106,12 @@ def read_tensor(file: IO[bytes]) -> Tensor:
     Raises:
         ValueError: it is none, or names more than a tensor needs; other errors of torch.
     """
-    unknown = _names_in(file) - _OF_TENSORS
+    try:
+        unknown = _names_in(file) - _OF_TENSORS
+    except _Refused as refused:
+        raise ValueError(f"it {refused}") from None
     if unknown:
-        raise _Refused(f"names {min(unknown)}, which no tensor needs")
+        raise ValueError(f"it names {min(unknown)}, which no tensor needs")
     file.seek(0)
     value = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(value, Tensor):

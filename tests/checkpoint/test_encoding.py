@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -139,8 +140,8 @@ FORGERIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "infinite scale": (_scale(torch.inf), "a scale that is negative, zero or infinite"),
     "short": (lambda content: content[:-1], "a record of 2255 bytes, and 2256 belong to fp16"),
     "long": (lambda content: content + b"\0", "a record of .* bytes, and .* belong to fp16"),
-    "header alone": (lambda content: content[:40], "description that cannot be read"),
-    "torch's": (lambda content: b"PK\3\4" + content, "PytorchStreamReader|archive"),
+    "header alone": (lambda content: content[:40] + bytes(2048), "description that cannot be read"),
+    "torch's": (lambda content: b"PK\3\4" + content, "zip file|archive"),
 }
 
 
@@ -161,9 +162,14 @@ def test_a_forged_record_is_one_clear_error(tmp_path: Path, name: str) -> None:
 def test_a_file_that_is_too_short_takes_no_memory(tmp_path: Path) -> None:
     run, _ = state("fp8", 1024)
     written, _ = write_chunks(tmp_path, 0, [Chunk("x", (1024,), (0,), run)])
-    write_metadata(tmp_path, [replace(written[0], length=1 << 50)], common=None, checkpoint_id="here")
-    with pytest.raises(CheckpointError, match="fewer than 1125899906842624 bytes"):
-        TorchDistReader(tmp_path).read_whole("x")
+    write_metadata(tmp_path, [replace(written[0], length=1 << 36)], common=None, checkpoint_id="here")
+    with pytest.raises(CheckpointError, match=r"x takes bytes 0 to \+ 68719476736 of __0_0.distcp, which has "):
+        TorchDistReader(tmp_path)
+    os.truncate(tmp_path / written[0].file, 1 << 36)  # of holes, which take no disk
+    reader = TorchDistReader(tmp_path)
+    os.truncate(tmp_path / written[0].file, 1000)
+    with pytest.raises(CheckpointError, match="fewer than 68719476736 bytes"):
+        reader.read_whole("x")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -299,7 +305,7 @@ def test_one_large_parameter_is_read_by_several_threads(tmp_path: Path, monkeypa
     written, records = write_chunks(tmp_path, 0, chunks)
     records += write_metadata(tmp_path, written, common=None, checkpoint_id="here")
     names = ("iteration", "consumed_samples", "skipped_steps", "vocab_size", "padded_vocab_size")
-    about = {"format_version": 4, "topology": {}, **dict.fromkeys(names, 0)}
+    about = {"format_version": 4, "topology": {}, **dict.fromkeys(names, 1)}
     write_manifest(tmp_path, [*records, write_file(tmp_path, META, json.dumps(about).encode())])
     together, load = threading.Barrier(4), TorchDistReader.load
 
