@@ -22,7 +22,7 @@ from ..config.fields import BatchSize, CountOrZero, NotNegative, Ranks, SamplesO
 from ..config.limits import FieldType, field_types, value_problem
 from ..config.schema import OptimizerConfig
 from ..config.words import shortened
-from .files import ANCESTORS, DUE, META, CheckpointError, iteration_of, reread
+from .files import ANCESTORS, DUE, META, CheckpointError, iteration_of, read_file
 from .run_state import FORMAT_VERSIONS, SLOTS
 
 _SamplesOrNone = SamplesOrZero | None
@@ -117,7 +117,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     """
     path = folder / META
     try:
-        description = json.loads(reread(path.read_text))
+        description = json.loads(read_file(path))
         version = description["format_version"]
         missing = [name for name in _NEEDED if name not in description]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -19,11 +19,12 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from ..errors import UserError
 from ..outputs import replace_file, sync
@@ -76,6 +77,29 @@ def reread(read: Callable[[], _T]) -> _T:
                 raise
         time.sleep(_STALE_WAIT_SECONDS)
     return read()
+
+
+def opened(path: Path) -> BinaryIO:
+    """An ordinary file, open for reading.
+
+    Raises:
+        OSError: there is none. A pipe in its place would wait for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of an ordinary file, also if its handle was stale. Raises as `opened`."""
+
+    def read() -> bytes:
+        with opened(path) as file:
+            return file.read()
+
+    return reread(read)
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -134,7 +158,7 @@ def ancestors(root: Path, iteration: int) -> list[int]:
     """
     lower = [number for number in saved_iterations(root) if number < iteration]
     try:
-        own = set(json.loads(reread((iteration_folder(root, iteration) / META).read_text))[ANCESTORS])
+        own = set(json.loads(read_file(iteration_folder(root, iteration) / META))[ANCESTORS])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return lower
     return [number for number in lower if number in own]
@@ -307,7 +331,7 @@ def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interva
 def _due(folder: Path) -> list[int]:
     """The iterations at which a checkpoint was due; none if it does not say."""
     try:
-        due = json.loads(reread((folder / META).read_text))[DUE]
+        due = json.loads(read_file(folder / META))[DUE]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return [number for number in due if isinstance(number, int)] if isinstance(due, list) else []
@@ -331,7 +355,7 @@ def _clear(path: Path) -> None:
 def _tracked_iteration(root: Path) -> int | None:
     tracker = root / TRACKER
     try:
-        text = reread(tracker.read_text).strip()
+        text = read_file(tracker).decode().strip()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

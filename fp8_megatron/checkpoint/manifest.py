@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from .concurrency import NUM_READERS
-from .files import MANIFEST, CheckpointError, reread, write_text
+from .files import MANIFEST, CheckpointError, read_file, reread, write_text
 
 _ALGORITHM = "crc32"
 _READ_BYTES = 1 << 20
@@ -130,7 +130,7 @@ def read_manifest(folder: Path) -> list[FileRecord]:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(reread(path.read_text))
+        content = json.loads(read_file(path))
         if content[_ALGORITHM] != _checksum_of(content["files"]):
             raise ValueError(f"its {_ALGORITHM} is not {content[_ALGORITHM]}")
         records = [FileRecord(name, entry["size"], entry[_ALGORITHM]) for name, entry in content["files"].items()]

@@ -24,7 +24,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from .files import CheckpointError, reread
+from .files import CheckpointError, opened, read_file, reread
 
 #: Dtypes of saved tensors.
 DTYPES = "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 uint8 int8 int16 int32 int64 bool".split()
@@ -135,7 +135,7 @@ def _check_nesting(content: Any) -> None:
 
 
 def _names_in_file(path: Path) -> set[str]:
-    with path.open("rb") as file:
+    with opened(path) as file:
         return _names_in(file)
 
 
@@ -238,7 +238,7 @@ def read_records(path: Path, admitted: Mapping[tuple[str, str], Any]) -> Any:
         CheckpointError: missing, damaged, or it names something else.
     """
     try:
-        return _DataUnpickler(io.BytesIO(reread(path.read_bytes)), admitted).load()
+        return _DataUnpickler(io.BytesIO(read_file(path)), admitted).load()
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint file {path} is missing") from None
     except Exception as error:  # a damaged pickle raises almost anything

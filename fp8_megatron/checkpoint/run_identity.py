@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..device.processes import launch_id
-from .files import META, candidates, iteration_folder, reread
+from .files import META, candidates, iteration_folder, read_file
 
 #: Keys in `META`.
 RUN, LAUNCH = "run", "launch"
@@ -38,7 +38,7 @@ class RunIdentity:
 def saved_by(folder: Path) -> tuple[str | None, str | None]:
     """(run, launch) of a checkpoint; None for each that it does not name: it is damaged, or of an earlier version."""
     try:
-        about = json.loads(reread((folder / META).read_text))
+        about = json.loads(read_file(folder / META))
         values = [about.get(RUN), about.get(LAUNCH)]
     except (OSError, ValueError, AttributeError, RecursionError):
         return None, None

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from ..config.limits import field_types, value_problem
 from ..device.processes import is_stopped, machine_id, process_start
-from .files import RunLockError, reread
+from .files import RunLockError, read_file
 from .run_identity import RunIdentity
 
 LOCK = "run.lock"
@@ -209,7 +209,7 @@ class RunLock:
         try:
             if not stat.S_ISREG(os.lstat(self._path).st_mode):  # a link may lead to nothing, a pipe waits for ever
                 raise RunLockError(f"{self._path} is a folder, a link or a pipe, not a run's lock; remove it")
-            return reread(self._path.read_bytes)
+            return read_file(self._path)
         except FileNotFoundError:
             return None
 
@@ -253,7 +253,7 @@ class RunLock:
         except FileNotFoundError:
             return True
         try:
-            if reread(taken.read_bytes) == judged:
+            if read_file(taken) == judged:
                 return True
             self._link(taken, self._path)
         finally:
@@ -325,7 +325,7 @@ def _write(path: Path, content: bytes, flags: int, *, syncs: bool = True) -> Non
 
 def _read_or_none(path: Path) -> bytes | None:
     try:
-        return reread(path.read_bytes)
+        return read_file(path)
     except OSError:
         return None
 

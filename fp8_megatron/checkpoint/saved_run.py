@@ -17,7 +17,7 @@ from ..config.schema import ModelConfig
 from .concurrency import NUM_READERS, in_order
 from .description import check_rank_tensors, read_description
 from .encoding import Encoded
-from .files import CONFIG, CheckpointError, rank_file, reread
+from .files import CONFIG, CheckpointError, rank_file, read_file
 from .manifest import read_manifest
 from .placement import Placement
 from .run_state import PREFIXES, STAGES, Resumable, below, topology_of
@@ -60,7 +60,7 @@ def saved_model_settings(folder: Path) -> dict[str, Any]:
 def _saved_settings(folder: Path) -> dict[str, Any]:
     """The model section of ``config.yaml``, unchecked; empty if it is missing or not a mapping."""
     try:
-        content = yaml.safe_load(reread(lambda: (folder / CONFIG).read_text(encoding="utf-8")))
+        content = yaml.safe_load(read_file(folder / CONFIG))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     section = content.get("model") if isinstance(content, dict) else None
@@ -269,7 +269,7 @@ class SavedRun:
         if name not in self._rank_tensors:
             path = self.folder / name
             try:
-                tensors = safetensors.torch.load(reread(path.read_bytes))
+                tensors = safetensors.torch.load(read_file(path))
             except Exception as error:  # safetensors' own error type derives from nothing narrower
                 raise CheckpointError(f"checkpoint file {path} is damaged ({error}); use another iteration") from error
             check_rank_tensors(path, tensors)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.files import CheckpointError, write_text
+from ..checkpoint.files import CheckpointError, read_file, write_text
 from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, weight_shapes
 from ..config.schema import ModelConfig
 from . import hugging_face_fp8 as fp8
@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or is not a JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
+        content = json.loads(read_file(path), object_pairs_hook=_without_repetition)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     except RecursionError:

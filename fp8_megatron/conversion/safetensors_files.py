@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..checkpoint.files import CheckpointError, write_text
+from ..checkpoint.files import CheckpointError, opened, read_file, write_text
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -68,7 +68,7 @@ class SafetensorsFolder:
         index = self._folder / INDEX_FILE
         if index.is_file():
             try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                weight_map = json.loads(read_file(index))["weight_map"]
             except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise CheckpointError(
                     f"{index} is not an index of safetensors files ({error!r}); fetch it again"
@@ -188,6 +188,7 @@ def open_safetensors(path: Path) -> Any:
         CheckpointError: the file is missing or damaged.
     """
     try:
+        opened(path).close()
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing, although {INDEX_FILE} names it; fetch it") from None

@@ -6,11 +6,12 @@ import argparse
 import errno
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from fp8_megatron.checkpoint.files import META, CheckpointError, reread
 from fp8_megatron.checkpoint.loading import LoadOptions
 from fp8_megatron.checkpoint.manifest import FileRecord, problem_with, read_manifest, write_manifest
 from fp8_megatron.checkpoint.megatron_loading import open_megatron_checkpoint
+from fp8_megatron.checkpoint.pickles import read_megatron_file
+from fp8_megatron.commands import inspect_checkpoint
 from fp8_megatron.config.precision import PrecisionConfig
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
@@ -228,15 +231,33 @@ def test_a_stale_handle_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [META, "manifest.json"])
 def test_a_checkpoint_is_read_through_stale_handles(saved: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(files, "_STALE_WAIT_SECONDS", 0.0)
-    read_text, left = Path.read_text, [name]
+    opened, left = files.opened, [name]
 
-    def stale(path: Path, *args: Any, **kwargs: Any) -> str:
+    def stale(path: Path) -> BinaryIO:
         if path.name in left:
             left.remove(path.name)
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return read_text(path, *args, **kwargs)
+        return opened(path)
 
-    monkeypatch.setattr(Path, "read_text", stale)
+    monkeypatch.setattr(files, "opened", stale)
     folder = saved / "iter_0000002"
     assert read_description(folder)["iteration"] == 2 and read_manifest(folder)
     assert not left
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "rank_tp00_pp000_dp0000.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(saved: Path, tmp_path: Path, name: str) -> None:
+    """Reading it would wait for ever."""
+    root = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (root / "iter_0000002" / name).unlink()
+    os.mkfifo(root / "iter_0000002" / name)
+    assert inspect_checkpoint.main([str(root), "--verify", "--values"]) != 0
+    os.mkfifo(tmp_path / META)
+    with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read .*not an ordinary file"):
+        read_description(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_a_file_of_megatron_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "distrib_optim.pt")
+    with pytest.raises(CheckpointError, match=r"distrib_optim.pt is damaged .*it is not an ordinary file"):
+        read_megatron_file(tmp_path / "distrib_optim.pt")
