@@ -43,6 +43,7 @@ class _Description:
     scheduled_samples: _SamplesOrNone
     schedule: dict[str, Any] | None
     left_out_samples: SamplesOrZero
+    consumed_valid_samples: SamplesOrZero
     tokens_of_next_step: Annotated[int, Ge(1), Le(2**60)]
     level: str
     optimizer: list[str]
@@ -87,6 +88,7 @@ class _Megatron:
     step: CountOrZero
     num_steps: _SamplesOrNone
     consumed_train_samples: SamplesOrZero
+    consumed_valid_samples: SamplesOrZero
     tensor_model_parallel_size: Ranks
     pipeline_model_parallel_size: Ranks
 
@@ -200,7 +202,9 @@ _RANK_TENSORS: Mapping[str, _RankTensor] = MappingProxyType(
         r"loss_scale/(good_steps|forgiven)": _RankTensor(torch.float32, (1,), 0.0),
         r"rng/.+": _RankTensor(torch.uint8, (None,)),
         r"amax_history\.\d{1,6}/history": _RankTensor(torch.float32, (None, None), 0.0),
-        r"amax_history\.\d{1,6}/scale": _RankTensor(torch.float32, (None,), 0.0, is_above=True),
+        r"amax_history\.\d{1,6}/scale": _RankTensor(torch.float32, (None,), 0.0),  # earlier versions wrote 0
+        r"amax_history\.\d{1,6}/known": _RankTensor(torch.float32, (None,), -1.0),
+        r"amax_history\.\d{1,6}/streak": _RankTensor(torch.float32, (1,), 0.0),
         r"amax_history\.\d{1,6}/slots": _RankTensor(torch.int64, (None,)),
         r"weight_scale/.+": _RankTensor(torch.float32, (1,), 0.0, is_above=True),
         r"autoscale/.+": _RankTensor(torch.float32, (2, None), -1.0),
@@ -224,9 +228,9 @@ def check_rank_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         chunk, _, key = name.rpartition("/")
         if key != "history":
             continue
-        for other in ("scale", SLOTS):
+        for other in ("scale", "known", SLOTS):  # earlier versions wrote the first alone
             beside = tensors.get(f"{chunk}/{other}")
-            if (beside is None and other != SLOTS) or (beside is not None and len(beside) != history.shape[1]):
+            if (beside is None and other == "scale") or (beside is not None and len(beside) != history.shape[1]):
                 size = "none" if beside is None else f"[{len(beside)}]"
                 raise CheckpointError(
                     f"checkpoint file {path} is damaged: {name} has {history.shape[1]} slots, and {chunk}/{other} is "

@@ -143,7 +143,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "amax wide": (lambda of: of.update({HISTORY: torch.ones(16, 3)}), "history has 3 slots, and .*scale is "),
     "amax int": (lambda of: of.update({HISTORY: of[HISTORY].long()}), "history is int64 "),
     "no scale": (lambda of: of.pop("amax_history.0/scale"), "history has .* slots, and amax_history.0/scale is none"),
-    "scale 0": (lambda of: of["amax_history.0/scale"].zero_(), "scale holds 0.0, not finite numbers above 0"),
+    "scale inf": (lambda of: of["amax_history.0/scale"].fill_(math.inf), "scale holds inf, not finite numbers of at"),
     "slots": (lambda of: of.update({"amax_history.0/slots": torch.ones(2).long()}), r"/slots is \[2\]"),
     "rng dtype": (lambda of: of.update({"rng/cpu": torch.ones(5056)}), r"rng/cpu is float32 .*; give --no-load-rng"),
     "rng short": (

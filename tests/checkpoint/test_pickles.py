@@ -63,6 +63,7 @@ def test_what_megatron_saves_beside_tensors_is_dropped(tmp_path: Path) -> None:
     content = read_megatron_file(path)
     assert isinstance(content["enum"], Opaque) and isinstance(content["args"].backend, Opaque)
     assert isinstance(content["path"], Opaque) and content["args"].layers == 2
+    assert isinstance(content["rng"][0]["np"][1], Opaque), "megatron-core adds numpy's arrays to torch's list"
     assert content["set"] == {1} and content["counts"] == {1: 2}
     assert torch.equal(content["rng"][0]["torch"], torch.get_rng_state())
 
@@ -133,6 +134,22 @@ def test_an_archive_that_torch_did_not_write_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="is damaged"):
             read_megatron_file(path)
+
+
+@pytest.mark.parametrize("levels", [1, 65, 100_000], ids=["itself", "deep", "deeper"])
+def test_nested_containers_are_refused(tmp_path: Path, levels: int) -> None:
+    """A recursive reader would end with an internal error, or not at all. `torch.save` cannot write these."""
+    path = tmp_path / "file.pt"
+    torch.save([1], path)
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    loop, deep = b"\x80\x02]q\x00h\x00a.", b"\x80\x02" + b"]" * levels + b"a" * (levels - 1) + b"."
+    with zipfile.ZipFile(path, "w") as archive:
+        for entry, content in entries.items():
+            is_pickle = entry.endswith("/data.pkl")
+            archive.writestr(entry, (loop if levels == 1 else deep) if is_pickle else content)
+    with pytest.raises(CheckpointError, match=r"is damaged .it nests deeper than 64 levels, or holds itself"):
+        read_megatron_file(path)
 
 
 #: What reads objects, and who may: `_compat_pickle` and `pickletools` read names alone.
