@@ -15,6 +15,7 @@ gradient starts anew. If it is another tensor, or has other memory (``p.grad.dat
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,8 @@ from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
 from ..sharding.partition import ParamSpace, Slot, StorageClass, alone
 from .grad_tensor import GradTensor
+
+logger = logging.getLogger(__name__)
 
 
 def check_shape(name: str, now: torch.Size, before: torch.Size) -> None:
@@ -118,6 +121,8 @@ class ParamGrad:
 
     def take_autograds(self, param: Tensor) -> None:
         """After autograd has written ``p.grad``: move it to its storage."""
+        if self.space.space.storage is StorageClass.LINEAR:
+            self.space.note_autograds(self.slot)
         if param.grad is not None and not self.is_left_to_others and not self.is_own(param.grad):
             self.assign_(param.grad)
             self.show(self.tensor)
@@ -206,6 +211,17 @@ class SpaceGrads(ABC):
     def __init__(self, space: ParamSpace) -> None:
         self.space = space
         self.grads = [ParamGrad(self, slot) for slot in space.slots]
+        self._has_autograds = False
+
+    def note_autograds(self, slot: Slot) -> None:
+        """Say once that autograd, and not a layer, gave the gradient of an FP8 weight."""
+        if not self._has_autograds:
+            self._has_autograds = True
+            logger.warning(
+                "%s has a gradient of torch's functions, which read its decoded values. A term of the loss may do so; a "
+                "module that multiplies with such values does not multiply in FP8",
+                slot.name,
+            )
 
     def _attach(self, *, takes_at_once: bool = True) -> None:
         """Become the gradients of the parameters. One that is there stays, as if the user had written it.

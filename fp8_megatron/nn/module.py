@@ -216,10 +216,17 @@ class FP8Linear(torch.nn.Linear):
         layer's own, or that a plain copy has. Nothing is in FP8.
 
         Raises:
-            UserError: inside of ``torch.export``, which shows an FP8 weight as if it were plain.
+            UserError: inside of ``torch.export``, which shows an FP8 weight as if it were plain; or the weight is no
+                parameter any more, because pruning or a parametrisation computes it.
         """
         if self.home is not None:
             self._check_not_exported()
+            if "weight" not in self._parameters:
+                raise UserError(
+                    f"{self.name}: its weight is computed since initialize (pruning, weight_norm or another "
+                    f"parametrisation), and would be multiplied in 16 bits: do that before initialize, and the layer "
+                    f"stays as it is, or make pruning permanent (prune.remove)"
+                )
         return _linear_in_torch(x, self.weight, self.added_bias, dtype)
 
     def _multiply_exchanged(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -4,9 +4,9 @@ It is a ``torch.Tensor`` wrapper subclass. It can be an ``nn.Parameter`` with ``
 through megatron-core's attribute tagging and ``state_dict``. It advertises BF16 unless told otherwise, so that
 ``.bfloat16()``, ``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy.
 A layer calls `gemm_operand` for the FP8 operand of a GEMM. torch's products with a layer's own weight are the layer's
-(`weight_products`). Where autograd is on, any other matrix product with it, or anything that autograd would record,
-raises an error, so that no forward in training decodes a weight unseen. Code that only
-reads it, such as an average of weights or a norm for a log, gets its owner's value. Arithmetic in place writes through
+(`weight_products`). Where autograd is on, any other matrix product with it raises an error, so that no forward in
+training multiplies a decoded weight unseen. Code that only reads it, such as a norm for a log or for a loss, gets its
+owner's value. Arithmetic in place writes through
 the owner. Clones, and all copies of an owned weight, are plain tensors of that value. `scaled_functions` says this of
 each of torch's functions.
 
