@@ -121,9 +121,8 @@ class ParamGrad:
 
     def take_autograds(self, param: Tensor) -> None:
         """After autograd has written ``p.grad``: move it to its storage."""
-        if self.space.space.storage is StorageClass.LINEAR:
-            self.space.note_autograds(self.slot)
         if param.grad is not None and not self.is_left_to_others and not self.is_own(param.grad):
+            self.space.note_autograds(self.slot)
             self.assign_(param.grad)
             self.show(self.tensor)
 
@@ -179,6 +178,8 @@ class ParamGrad:
 
     def add_(self, grad: Tensor) -> None:
         """See `GradSource`."""
+        if torch._C._current_autograd_node() is not None:  # it adds to ``p.grad`` in place
+            self.space.note_autograds(self.slot)
         self.space.add_(self.slot, grad)
 
     def assign_(self, grad: Tensor) -> None:
@@ -214,12 +215,14 @@ class SpaceGrads(ABC):
         self._has_autograds = False
 
     def note_autograds(self, slot: Slot) -> None:
-        """Say once that autograd, and not a layer, gave the gradient of an FP8 weight."""
-        if not self._has_autograds:
+        """Say once that torch's functions, and no layer, gave the gradient of an FP8 weight. A weight with hooks gets
+        its layer's through autograd, too."""
+        is_weight = self.space.storage is StorageClass.LINEAR
+        if is_weight and not self._has_autograds and not slot.param._backward_hooks:
             self._has_autograds = True
             logger.warning(
-                "%s has a gradient of torch's functions, which read its decoded values. A term of the loss may do so; a "
-                "module that multiplies with such values does not multiply in FP8",
+                "%s has a gradient of torch's functions, which read its decoded values: a term of the loss may do so, "
+                "but a module that multiplies with such values does not multiply in FP8",
                 slot.name,
             )
 

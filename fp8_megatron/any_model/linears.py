@@ -107,8 +107,7 @@ def replace_linears(
         recipe.history.name_layers(slots)
         recipe.history.allocate(next(iter(replaced.values())).device)
     reported = report(model)
-    is_vain = bool(reported.stays) and not reported.fp8
-    logger.log(logging.WARNING if is_vain else logging.INFO, "%s", reported)
+    logger.log(logging.WARNING if reported.is_vain else logging.INFO, "%s", reported)
     return replaced
 
 

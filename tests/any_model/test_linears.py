@@ -143,6 +143,41 @@ def test_a_model_without_an_fp8_layer_warns(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
+class Experts(torch.nn.Module):
+    """Weights of all experts in one parameter, as in transformers 5, beside others that stay."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.token = torch.nn.Parameter(torch.zeros(1, 1, 32))
+        self.experts = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(num_experts, 32, 32))])
+        self.embedding = torch.nn.Embedding(96, 32)
+        self.norm = torch.nn.LayerNorm((4, 32))
+        self.convolution = torch.nn.Conv1d(32, 32, 3)
+        self.head = torch.nn.Linear(32, 96)
+        self.narrow = torch.nn.Linear(32, 10)
+
+
+@pytest.mark.parametrize(("num_experts", "level"), [(16, "WARNING"), (0, "INFO")])
+def test_matrices_of_no_linear_layer_are_named(num_experts: int, level: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning if they are more than what is in FP8."""
+    model = Experts(num_experts)
+    if not num_experts:
+        model.convolution = torch.nn.Conv1d(32, 8, 3)
+    with caplog.at_level(logging.INFO):
+        replace_linears(model)
+    convolution = model.convolution.weight
+    reported = report(model)
+    expected = {"convolution.weight": convolution.shape} | (
+        {"experts.0": torch.Size((num_experts, 32, 32))} if num_experts else {}
+    )
+    assert {name: one.shape for name, one in reported.others.items()} == expected
+    assert reported.matrices == convolution.numel() + num_experts * 1024 + 96 * 32 + 10 * 32
+    share = 100 * convolution.numel() / reported.matrices
+    line = f"Conv1d is no torch.nn.Linear: {convolution.numel():,} parameters with 3 dimensions, {share:.1f}% of all"
+    assert line in str(reported) and ("experts.0 (ParameterList" in str(reported)) == bool(num_experts)
+    assert [(record.levelname, record.message) for record in caplog.records] == [(level, str(reported))]
+
+
 def test_a_derived_class_that_multiplies_as_torchs() -> None:
     """Its FP8 layer has torch's bits and what the class adds; copies and pickles have the class."""
     torch.manual_seed(0)

@@ -54,6 +54,18 @@ def test_a_penalty_in_the_loss_has_its_gradient(
     assert not torch.equal(model[0].weight.detach().clone(), before)
 
 
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_layers_give_no_such_warning(has_hook: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = build()
+    if has_hook:
+        model[0].weight.register_hook(lambda grad: 2.0 * grad)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        model(torch.randn(16, SIZE)).square().mean().backward()
+        model[0].weight.grad.add_(1.0)  # type: ignore[union-attr]
+        optimizer.step()
+    assert not caplog.messages
+
+
 def _penalised(group: Group, level: str) -> tuple[torch.Tensor, torch.Tensor]:
     model, optimizer = build(level)
     backward(model, 2, seed=group.rank())
