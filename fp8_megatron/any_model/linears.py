@@ -71,8 +71,15 @@ def replace_linears(
     Raises:
         ValueError: a weight is float64 or complex; an unknown recipe, or another model's delayed one.
         UserError: a weight is a ``DTensor``, of ``fully_shard`` or of tensor parallelism; a module of Transformer
-            Engine cannot be used, with its name; torch's default dtype is not FP32.
+            Engine cannot be used, with its name; TorchScript has compiled a part of the model; torch's default dtype is
+            not FP32.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise UserError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose code and weights TorchScript keeps: give "
+                f"the module that torch.jit.script or torch.jit.trace was called with"
+            )
     if torch.get_default_dtype() is not torch.float32:
         raise UserError(
             f"torch's default dtype is {torch.get_default_dtype()}: call torch.set_default_dtype(torch.float32) when "
@@ -205,7 +212,7 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
     """Modules beside the ``base_layer`` of a PEFT layer: small, and trained while the base is frozen."""
     found: set[torch.nn.Module] = set()
     for module in model.modules():
-        base = module._modules.get("base_layer")
+        base = dict(module.named_children()).get("base_layer")
         if base is not None:
             found |= set(module.modules()) - set(base.modules()) - {module}
     return found
