@@ -460,9 +460,10 @@ class PlainGrads(RecordableGrads):
     def __init__(self, space: ParamSpace, buffer: LocalGradBuffer) -> None:
         super().__init__(space)
         self.buffer = buffer
-        self._views = {grad.slot.offset: alone(grad.slot.slice(buffer.payload)) for grad in self.grads}
         for grad in self.grads:
-            grad.tensor = self._views[grad.slot.offset]
+            grad.tensor = alone(grad.slot.slice(buffer.payload))
+        #: By offset, as real numbers.
+        self._views = {grad.slot.offset: _as_real(grad.tensor) for grad in self.grads}
         self._tensors = [grad.tensor for grad in self.grads]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._are_vectors = space.storage is StorageClass.VECTOR
@@ -509,7 +510,8 @@ class PlainGrads(RecordableGrads):
         super()._take(owns)
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        write_wide_(self._views[slot.offset], grad, adds=self.buffer.is_written(slot))
+        real = _as_real(grad) if isinstance(grad, Tensor) else grad
+        write_wide_(self._views[slot.offset], real, adds=self.buffer.is_written(slot))
         self.buffer.mark(slot, 1)
 
     def forget(self, slot: Slot) -> None:
@@ -521,7 +523,8 @@ class PlainGrads(RecordableGrads):
             self.buffer.forget(slot)
 
     def values(self, slot: Slot) -> Tensor:
-        return self._views[slot.offset].to(torch.float32, copy=True)
+        value = self._views[slot.offset].to(torch.float32, copy=True)
+        return torch.view_as_complex(value) if slot.param.is_complex() else value
 
     def squared_norm(self, slot: Slot) -> Tensor:
         return self._views[slot.offset].float().square().sum().reshape(1)
@@ -529,6 +532,11 @@ class PlainGrads(RecordableGrads):
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
         written = [own for own in self.space.slots if self.buffer.is_written(own)] if slot is None else [slot]
         multiply_([self._views[own.offset] for own in written], factor)
+
+
+def _as_real(value: Tensor) -> Tensor:
+    """Complex numbers with real and imaginary parts along one more dimension; others as they are."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def _is_like(grad: Tensor, stored: Tensor) -> bool:

@@ -53,10 +53,10 @@ def replace_linears(
     [out_features, in_features], with the old one's hooks. Layers that share a weight share the new one. Weights that
     Transformer Engine splits by rows become one.
 
-    A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, another kind of module has its
-    weight too, a hook waits for a gradient that would have another shape, it is parametrised or patched, or its class
-    has another forward (`derived`). One line in the log says what stayed, a warning if all did; `report` gives the
-    reasons.
+    A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, it is complex, another kind of
+    module has its weight too, a hook waits for a gradient that would have another shape, it is parametrised or patched,
+    or its class has another forward (`derived`). One line in the log says what stayed, a warning if that is the most of
+    the model; `report` gives the reasons.
 
     Args:
         recipe: how operands are scaled. With ``delayed`` the model is on its device already.
@@ -69,7 +69,7 @@ def replace_linears(
             trained and not among them: another optimizer may hold it, and would not find the new one.
 
     Raises:
-        ValueError: a weight is float64 or complex; an unknown recipe, or another model's delayed one.
+        ValueError: a weight is float64; an unknown recipe, or another model's delayed one.
         UserError: a weight is a ``DTensor``, of ``fully_shard`` or of tensor parallelism; a module of Transformer
             Engine cannot be used, with its name; TorchScript has compiled a part of the model; torch's default dtype is
             not FP32.
@@ -231,6 +231,8 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
         reason = attention.reason_to_stay(module, recipe)
         if reason is None:
             for key, weight in attention.linear_weights(module).items():
+                if weight is not None and weight.is_complex():
+                    return "its weight is complex"
                 _check_dtype(f"{name}.{key}", weight)
         return reason
     if not multiplies_as_linear(type(module)) and not _is_conv1d(module) and not _is_plain_again(module):
@@ -247,6 +249,8 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
             f"{name}.weight is a DTensor already: call replace_linears before fully_shard (docs/fsdp2.md). "
             f"{NO_TENSOR_PARALLELISM}"
         )
+    if weight.is_complex():
+        return "its weight is complex"
     if _is_conv1d(module) and has_hooks(weight):
         return "a hook waits for its weight's gradient, which FP8 has transposed"
     _check_dtype(name, weight)
