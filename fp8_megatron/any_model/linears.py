@@ -235,8 +235,8 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
                     return "its weight is complex"
                 _check_dtype(f"{name}.{key}", weight)
         return reason
-    if not multiplies_as_linear(type(module)) and not _is_conv1d(module) and not _is_plain_again(module):
-        return f"{type(module).__name__} is a class of its own"
+    if not multiplies_as_linear(module) and not _is_conv1d(module) and not _is_plain_again(module):
+        return f"the forward of {type(module).__name__} is not F.linear(x, weight, bias), even without its casts"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed by a hook"
