@@ -122,6 +122,20 @@ class ScaledTensor(Decoded):
         """The payload's, by which libraries tell parameters apart (Accelerate under FSDP2). torch's would be 0."""
         return self._payload.data_ptr()
 
+    def element_size(self) -> int:
+        """Bytes of a stored element, by which libraries count memory (transformers' ``get_memory_footprint``)."""
+        return self._payload.element_size()
+
+    @property
+    def itemsize(self) -> int:  # type: ignore[override]
+        """`element_size`."""
+        return self._payload.itemsize
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of payload and scales. An owner's state is not among them."""
+        return self._payload.nbytes + self._scale.nbytes
+
     def set_storage(self, payload: Tensor, scale: Tensor) -> None:
         """Re-point the tensor at other storage of the same shape (a view into a flat buffer)."""
         assert payload.shape == self.shape and payload.is_contiguous(), (payload.shape, self.shape)

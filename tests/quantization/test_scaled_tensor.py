@@ -399,6 +399,16 @@ def test_holds_no_high_precision_copy() -> None:
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 2 * 64 * 32 + 4 * 64 * 32 // STATE_BLOCK
 
 
+@pytest.mark.parametrize(("make", "itemsize"), [(ScaledTensor.quantize, 1), (fp16_blockwise, 2)], ids=["fp8", "fp16"])
+def test_bytes_are_those_that_are_stored(make: Maker, itemsize: int) -> None:
+    """Not those of the dtype that it advertises, nor where it is saved: that is a plain tensor."""
+    param = torch.nn.Parameter(make(random_matrix(64, 32)))
+    assert param.element_size() == param.itemsize == itemsize
+    assert param.nbytes == 64 * 32 * itemsize + 4 * param.scale.numel()  # type: ignore[attr-defined]
+    plain = param.detach().clone()
+    assert plain.element_size() == 2 and plain.nbytes == 2 * 64 * 32
+
+
 def test_set_storage_points_at_a_flat_buffer() -> None:
     param = torch.nn.Parameter(ScaledTensor.quantize(random_matrix(64, 32)))
     flat, scales = torch.zeros(4096, dtype=E4M3), torch.ones(2)
