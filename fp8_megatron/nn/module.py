@@ -222,15 +222,16 @@ class FP8Linear(torch.nn.Linear):
 
         Raises:
             UserError: inside of ``torch.export``, which shows an FP8 weight as if it were plain; or the weight is no
-                parameter any more, because pruning or a parametrisation computes it.
+                parameter any more, because pruning, a parametrisation or torch's older FSDP computes it.
         """
         if self.home is not None:
             self._check_not_exported()
             if "weight" not in self._parameters:
                 raise UserError(
-                    f"{self.name}: its weight is computed since initialize (pruning, weight_norm or another "
-                    f"parametrisation), and would be multiplied in 16 bits: do that before initialize, and the layer "
-                    f"stays as it is, or make pruning permanent (prune.remove)"
+                    f"{self.name}: its weight is no parameter since initialize, and would be multiplied in 16 bits: "
+                    f"prune or parametrise (weight_norm) before initialize, and the layer stays as it is, or make "
+                    f"pruning permanent (prune.remove); in place of torch's FullyShardedDataParallel use fully_shard "
+                    f"(docs/fsdp2.md)"
                 )
         return _linear_in_torch(x, self.weight, self.added_bias, dtype)
 
