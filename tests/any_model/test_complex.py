@@ -16,6 +16,7 @@ from fp8_megatron.device.group import Group
 from tests.harness.ranks import RankPool, on_default_group
 
 SIZE = 32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Spectral(torch.nn.Module):
@@ -35,9 +36,11 @@ class Spectral(torch.nn.Module):
         return y
 
 
-def build(level: str, *, has_fp8: bool = True, seed: int = 0) -> tuple[Spectral, torch.optim.Optimizer]:
+def build(
+    level: str, *, has_fp8: bool = True, seed: int = 0, device: str = "cpu"
+) -> tuple[Spectral, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Spectral()
+    model = Spectral().to(device)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if has_fp8:
         model, optimizer = fp8_megatron.initialize(model, optimizer, level)
@@ -53,14 +56,15 @@ def give_gradients(model: torch.nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for param in complex_parts(model).values():
         for _ in range(2):
-            x = torch.randn(param.shape, dtype=torch.cfloat, generator=generator)
+            x = torch.randn(param.shape, dtype=torch.cfloat, generator=generator).to(param.device)
             ((param * x).sum() * 3j).real.backward()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_steps_are_those_of_torch(level: str) -> None:
-    model, optimizer = build(level)
-    plain, plain_optimizer = build(level, has_fp8=False)
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_are_those_of_torch(level: str, device: str) -> None:
+    model, optimizer = build(level, device=device)
+    plain, plain_optimizer = build(level, has_fp8=False, device=device)
     for step in range(4):
         for one, its_optimizer in ((model, optimizer), (plain, plain_optimizer)):
             give_gradients(one, step)
@@ -78,11 +82,12 @@ def test_steps_are_those_of_torch(level: str) -> None:
                 torch.testing.assert_close(states[0][index][key], states[1][index][key], rtol=1e-5, atol=1e-8)
 
 
-def test_forward_and_backward_train_it_beside_an_fp8_layer() -> None:
-    model, optimizer = build("O2")
+@pytest.mark.parametrize("device", DEVICES)
+def test_forward_and_backward_train_it_beside_an_fp8_layer(device: str) -> None:
+    model, optimizer = build("O2", device=device)
     reported = fp8_megatron.any_model.report(model)
     assert reported.fp8 == ("out",) and reported.stays == {"mix": "its weight is complex"}
-    x, losses = torch.randn(64, SIZE), []
+    x, losses = torch.randn(64, SIZE).to(device), []
     for _ in range(20):
         loss = (model(x) - x).square().mean()
         loss.backward()

@@ -16,12 +16,13 @@ from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool, on_default_group
 
 SIZE = 32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def build(level: str = "O2", **settings: Any) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+def build(level: str = "O2", device: str = "cpu") -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE, bias=False))
-    return fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), level, **settings)
+    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE, bias=False)).to(device)
+    return fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), level)
 
 
 def penalty(weight: torch.Tensor) -> torch.Tensor:
@@ -32,15 +33,17 @@ def backward(model: torch.nn.Module, num_micro_batches: int, seed: int = 0) -> N
     torch.manual_seed(seed)
     weight: Any = model.get_parameter("0.weight")
     for _ in range(num_micro_batches):
-        (model(torch.randn(16, SIZE)).square().mean() + penalty(weight)).backward()
+        x = torch.randn(16, SIZE).to(weight.device)
+        (model(x).square().mean() + penalty(weight)).backward()
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_penalty_in_the_loss_has_its_gradient(
-    level: str, num_micro_batches: int, caplog: pytest.LogCaptureFixture
+    level: str, device: str, num_micro_batches: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, optimizer = build(level)
+    model, optimizer = build(level, device)
     plain = fp8_megatron.any_model.plain_model(model)
     for one in (model, plain):
         backward(one, num_micro_batches)
