@@ -74,12 +74,7 @@ def replace_linears(
             Engine cannot be used, with its name; TorchScript has compiled a part of the model; torch's default dtype is
             not FP32.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            raise UserError(
-                f"{name or 'the model'} is a {type(module).__name__}, whose code and weights TorchScript keeps: give "
-                f"the module that torch.jit.script or torch.jit.trace was called with"
-            )
+    _check_not_scripted(model)
     if torch.get_default_dtype() is not torch.float32:
         raise UserError(
             f"torch's default dtype is {torch.get_default_dtype()}: call torch.set_default_dtype(torch.float32) when "
@@ -116,6 +111,15 @@ def replace_linears(
     reported = report(model)
     logger.log(logging.WARNING if reported.is_vain else logging.INFO, "%s", reported)
     return replaced
+
+
+def _check_not_scripted(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise UserError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose code and weights TorchScript keeps: give "
+                f"the module that torch.jit.script or torch.jit.trace was called with"
+            )
 
 
 def build_recipe(recipe: Recipe | RecipeName) -> Recipe:
