@@ -15,6 +15,7 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.run_state import Progress
 from ..config.checks import check_batches
 from ..config.schema import Config
+from ..device.host_copy import Mark
 from ..mcore.runtime import seed_everything
 from ..mcore.topology import Topology
 from ..reporting.profiling import StepProfiler
@@ -33,7 +34,7 @@ from .run_events import RunEvents
 from .run_report import RunReport, log_settings
 from .run_start import RunStart, checkpoint_writer
 from .step_outcomes import StepOutcomes
-from .step_results import Mark, PendingStep
+from .step_results import PendingStep
 from .stopping import SignalHandler, StopReason, TrainingDiverged
 from .train_step import step_graph, train_step
 
