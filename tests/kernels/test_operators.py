@@ -171,7 +171,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "update_amax_history_": [
             (torch.rand(3), *records, torch.rand(4, 3), 448 * torch.ones(3), torch.rand(3, 4), bad, True, False)
-            for bad in (None, one)
+            for bad in (one, one * math.nan)
         ],
         "examine_records_": [
             (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), one.clone(), 4, math.inf),
