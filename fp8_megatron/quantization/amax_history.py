@@ -70,6 +70,8 @@ class AmaxHistory:
         self.is_warm = False
         #: By slot, whether the host knows that it has a scale.
         self._known: list[bool] = []
+        #: Slots that were cast without a delayed scale.
+        self._cast_cold: set[int] = set()
         #: Closed steps since a slot has become known.
         self._num_unchanged = 0
         #: The scales behind the last step, on their way to the host; None if it knows every slot's.
@@ -163,7 +165,12 @@ class AmaxHistory:
     @property
     def is_settled(self) -> bool:
         """Whether the next steps are expected to cast as this one: they may be recorded."""
-        return self.num_known == self.num_slots or self._num_unchanged >= _SETTLED
+        return not self.num_slots or (self.is_warm and (not self.has_cold_casts or self._num_unchanged >= _SETTLED))
+
+    @property
+    def has_cold_casts(self) -> bool:
+        """Whether a tensor was cast whose slot has no delayed scale yet. Slots that nobody uses do not count."""
+        return not self.knows(*self._cast_cold)
 
     @property
     def amax(self) -> Tensor:
@@ -180,7 +187,8 @@ class AmaxHistory:
         return self._records[slot]
 
     def raise_amax(self, slot: int, amax: Tensor) -> None:
-        """Record an amax of `slot` in this step, FP32 [1]."""
+        """Record an amax of `slot` in this step, FP32 [1], of a cast that takes another scale."""
+        self._cast_cold.add(slot)
         recorded = self.amax_of(slot)
         torch.maximum(recorded, amax, out=recorded)
 

@@ -115,8 +115,8 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
         histories = [history for history in state.histories if history is not None]
         if state.topology.pp.size() == 1:
             return all(history.is_settled for history in histories)  # ranks of a stage have the same scales
-        # Stages record at the same step and once: they wait until no slot is cold.
-        is_known = all(history.num_known == history.num_slots for history in histories)
+        # Stages record at the same step and once: they wait until no cast is cold.
+        is_known = all(history.is_settled and not history.has_cold_casts for history in histories)
         ready = torch.tensor([float(is_known)], device=state.device)
         torch.distributed.all_reduce(ready, torch.distributed.ReduceOp.MIN)
         return bool(ready.item())

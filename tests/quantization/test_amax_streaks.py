@@ -20,7 +20,7 @@ from tests.harness.fields import differing_fields
 Algo = Literal["max", "most_recent"]
 LENGTH = 4
 #: Written before they are read in a step; when steps are recorded is no number; times.
-NOT_READ = frozenset({"report", "_square_sum", "_num_unchanged", "ended"})
+NOT_READ = frozenset({"report", "_square_sum", "_num_unchanged", "_cast_cold", "ended"})
 
 
 def make_history(num_slots: int = 1, algo: Algo = "max", role: Role = Role.INPUT) -> AmaxHistory:
@@ -89,16 +89,17 @@ def test_saturation_is_counted_against_known_scales_alone() -> None:
 
 
 def test_steps_are_settled_when_no_slot_is_waited_for() -> None:
-    history = make_history(2)
-    assert not history.is_settled
-    for _ in range(16):
+    """A slot that is cast and sees zeros alone is waited for for some time, one that nobody casts is not."""
+    history = make_history(3)
+    for slot in (0, 1):
+        history.raise_amax(slot, torch.zeros(1))
+    for _ in range(17):
         assert not history.is_settled
-        step(history, [1.0, 0.0])
-    step(history, [1.0, 0.0])
-    assert history.is_settled and history.num_known == 1
-    step(history, [1.0, 1.0])
-    step(history, [1.0, 1.0])
-    assert history.is_settled and history.num_known == 2
+        step(history, [1.0, 0.0, 0.0])
+    assert history.is_settled and history.has_cold_casts and history.num_known == 1
+    step(history, [1.0, 1.0, 0.0])
+    step(history, [1.0, 1.0, 0.0])
+    assert history.is_settled and not history.has_cold_casts and history.num_known == 2
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
