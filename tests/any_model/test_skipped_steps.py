@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears, skipped_steps
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
+from fp8_megatron.quantization import amax_history
 from tests.harness.played_recordings import recorded
 from tests.harness.ranks import RankPool, on_default_group
 
@@ -166,10 +167,12 @@ def zero_initialised(is_recorded: bool) -> tuple[Any, Any, Any, Any]:
     return (model, optimizer, *recorded(compute, model))
 
 
-def run_zero_initialised(is_recorded: bool, resumes_at: int = -1) -> tuple[list[Tensor], Any]:
+def run_zero_initialised(is_recorded: bool, resumes_at: int = -1, rests: int = 0) -> tuple[list[Tensor], Any]:
+    """`rests`: steps at the beginning that move nothing."""
     model, optimizer, step, recorder = zero_initialised(is_recorded)
     found = []
-    for index in range(14):
+    for index in range(14 + rests):
+        optimizer.param_groups[0]["lr"] = 0.0 if index < rests else 1e-2
         found.append(step(batch(index)).detach())
         optimizer.step()
         optimizer.zero_grad()
@@ -181,10 +184,13 @@ def run_zero_initialised(is_recorded: bool, resumes_at: int = -1) -> tuple[list[
     return [*found, *model.state_dict().values()], recorder
 
 
-def test_slots_that_see_their_first_value_later_are_recorded_anew() -> None:
-    expected, _ = run_zero_initialised(False)
-    found, recorder = run_zero_initialised(True)
-    assert all(map(torch.equal, found, expected)) and recorder.num_launches > 3
+def test_slots_that_see_their_first_value_later_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first recording is made while slots are cold, when they were waited for for four steps."""
+    monkeypatch.setattr(amax_history, "_SETTLED", 4)
+    expected, _ = run_zero_initialised(False, rests=8)
+    found, recorder = run_zero_initialised(True, rests=8)
+    assert all(map(torch.equal, found, expected))
+    assert recorder.num_releases == 1 and recorder.num_launches > 5
 
 
 @pytest.mark.parametrize("resumes_at", range(7))

@@ -42,7 +42,7 @@ def reach(history: AmaxHistory, slot: int) -> float:
     """The largest value that the delayed scale of a slot represents."""
     assert history.knows(slot)
     reached = history.scale_of(slot).item() * 448.0
-    assert 0.0 < reached < math.inf
+    assert 0.0 < reached < math.inf and math.isfinite(history.inverse_of(slot).item())
     return reached
 
 
