@@ -9,33 +9,40 @@ import torch
 from torch import Tensor
 
 
-def differing_fields(one: Any, other: Any, *, ignored: frozenset[str] = frozenset(), path: str = "") -> list[str]:
+def differing_fields(one: Any, other: Any, *, ignored: frozenset[str] = frozenset()) -> list[str]:
     """The paths of attributes, items and keys in which two objects differ: tensors bit for bit, everything else by
     value. Functions and iterators are passed over.
 
     Args:
         ignored: names of attributes that may differ.
     """
+    return [*_differing(one, other, ignored, "", set())]
+
+
+def _differing(one: Any, other: Any, ignored: frozenset[str], path: str, seen: set[int]) -> Iterator[str]:
+    if id(one) in seen:
+        return
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        is_same = one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
-        return [] if is_same else [path]
-    if type(one) is not type(other):
-        return [path]
-    found: list[str] = []
-    for name, (ours, theirs) in _parts(one, other):
-        if name not in ignored:
-            found += differing_fields(ours, theirs, ignored=ignored, path=f"{path}.{name}")
-    if isinstance(one, (Mapping, Sequence)) and not isinstance(one, str) and len(one) != len(other):
-        found.append(path)
-    if isinstance(one, (int, float, str, bytes, type(None))) and one != other:
-        found.append(path)
-    return found
+        if one.shape != other.shape or one.dtype != other.dtype or not torch.equal(_bits(one), _bits(other)):
+            yield path
+    elif type(one) is not type(other):
+        yield path
+    elif isinstance(one, (int, float, str, bytes, type(None))):
+        if one != other:
+            yield path
+    else:
+        seen.add(id(one))
+        if isinstance(one, (Mapping, Sequence)) and len(one) != len(other):
+            yield path
+        for name, (ours, theirs) in _parts(one, other):
+            if name not in ignored:
+                yield from _differing(ours, theirs, ignored, f"{path}.{name}", seen)
 
 
 def _parts(one: Any, other: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
     if isinstance(one, Mapping):
         yield from ((str(key), (value, other.get(key))) for key, value in one.items())
-    elif isinstance(one, Sequence) and not isinstance(one, (str, bytes)):
+    elif isinstance(one, Sequence):
         yield from ((str(index), pair) for index, pair in enumerate(zip(one, other, strict=False)))
     elif type(one).__module__.startswith("fp8_megatron"):
         names = [*getattr(one, "__dict__", {}), *getattr(type(one), "__slots__", ())]
@@ -43,4 +50,4 @@ def _parts(one: Any, other: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
