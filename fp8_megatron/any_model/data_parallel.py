@@ -214,11 +214,11 @@ class Replication:
         for tensor in tensors:
             parts = [tensor.payload, tensor.scale] if isinstance(tensor, ScaledTensor) else [tensor.detach()]
             for part in parts:
-                sent = part.contiguous()
+                sent = (torch.view_as_real(part) if part.is_complex() else part).contiguous()
                 bits = sent.view(torch.uint8) if sent.dim() and sent.numel() else sent
                 torch.distributed.broadcast(bits, source, group=self.group)
                 if sent.data_ptr() != part.data_ptr():
-                    part.copy_(sent)
+                    part.copy_(torch.view_as_complex(sent) if part.is_complex() else sent)
 
 
 class ShardedGrads(RecordableGrads):

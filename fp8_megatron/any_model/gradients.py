@@ -15,6 +15,7 @@ gradient starts anew. If it is another tensor, or has other memory (``p.grad.dat
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,8 @@ from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
 from ..sharding.partition import ParamSpace, Slot, StorageClass, alone
 from .grad_tensor import GradTensor
+
+logger = logging.getLogger(__name__)
 
 
 def check_shape(name: str, now: torch.Size, before: torch.Size) -> None:
@@ -119,6 +122,7 @@ class ParamGrad:
     def take_autograds(self, param: Tensor) -> None:
         """After autograd has written ``p.grad``: move it to its storage."""
         if param.grad is not None and not self.is_left_to_others and not self.is_own(param.grad):
+            self.space.note_autograds(self.slot)
             self.assign_(param.grad)
             self.show(self.tensor)
 
@@ -174,6 +178,8 @@ class ParamGrad:
 
     def add_(self, grad: Tensor) -> None:
         """See `GradSource`."""
+        if torch._C._current_autograd_node() is not None:  # it adds to ``p.grad`` in place
+            self.space.note_autograds(self.slot)
         self.space.add_(self.slot, grad)
 
     def assign_(self, grad: Tensor) -> None:
@@ -206,6 +212,19 @@ class SpaceGrads(ABC):
     def __init__(self, space: ParamSpace) -> None:
         self.space = space
         self.grads = [ParamGrad(self, slot) for slot in space.slots]
+        self._has_autograds = False
+
+    def note_autograds(self, slot: Slot) -> None:
+        """Say once that torch's functions, and no layer, gave the gradient of an FP8 weight. A weight with hooks gets
+        its layer's through autograd, too."""
+        is_weight = self.space.storage is StorageClass.LINEAR
+        if is_weight and not self._has_autograds and not slot.param._backward_hooks:
+            self._has_autograds = True
+            logger.warning(
+                "%s has a gradient of torch's functions, which read its decoded values: a term of the loss may do so, "
+                "but a module that multiplies with such values does not multiply in FP8",
+                slot.name,
+            )
 
     def _attach(self, *, takes_at_once: bool = True) -> None:
         """Become the gradients of the parameters. One that is there stays, as if the user had written it.
@@ -441,9 +460,10 @@ class PlainGrads(RecordableGrads):
     def __init__(self, space: ParamSpace, buffer: LocalGradBuffer) -> None:
         super().__init__(space)
         self.buffer = buffer
-        self._views = {grad.slot.offset: alone(grad.slot.slice(buffer.payload)) for grad in self.grads}
         for grad in self.grads:
-            grad.tensor = self._views[grad.slot.offset]
+            grad.tensor = alone(grad.slot.slice(buffer.payload))
+        #: By offset, as real numbers.
+        self._views = {grad.slot.offset: _as_real(grad.tensor) for grad in self.grads}
         self._tensors = [grad.tensor for grad in self.grads]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._are_vectors = space.storage is StorageClass.VECTOR
@@ -490,7 +510,8 @@ class PlainGrads(RecordableGrads):
         super()._take(owns)
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        write_wide_(self._views[slot.offset], grad, adds=self.buffer.is_written(slot))
+        real = _as_real(grad) if isinstance(grad, Tensor) else grad
+        write_wide_(self._views[slot.offset], real, adds=self.buffer.is_written(slot))
         self.buffer.mark(slot, 1)
 
     def forget(self, slot: Slot) -> None:
@@ -502,7 +523,8 @@ class PlainGrads(RecordableGrads):
             self.buffer.forget(slot)
 
     def values(self, slot: Slot) -> Tensor:
-        return self._views[slot.offset].to(torch.float32, copy=True)
+        value = self._views[slot.offset].to(torch.float32, copy=True)
+        return torch.view_as_complex(value) if slot.param.is_complex() else value
 
     def squared_norm(self, slot: Slot) -> Tensor:
         return self._views[slot.offset].float().square().sum().reshape(1)
@@ -510,6 +532,11 @@ class PlainGrads(RecordableGrads):
     def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
         written = [own for own in self.space.slots if self.buffer.is_written(own)] if slot is None else [slot]
         multiply_([self._views[own.offset] for own in written], factor)
+
+
+def _as_real(value: Tensor) -> Tensor:
+    """Complex numbers with real and imaginary parts along one more dimension; others as they are."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def _is_like(grad: Tensor, stored: Tensor) -> bool:

@@ -53,10 +53,10 @@ def replace_linears(
     [out_features, in_features], with the old one's hooks. Layers that share a weight share the new one. Weights that
     Transformer Engine splits by rows become one.
 
-    A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, another kind of module has its
-    weight too, a hook waits for a gradient that would have another shape, it is parametrised or patched, or its class
-    has another forward (`derived`). One line in the log says what stayed, a warning if all did; `report` gives the
-    reasons.
+    A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, it is complex, another kind of
+    module has its weight too, a hook waits for a gradient that would have another shape, it is parametrised or patched,
+    or its class has another forward (`derived`). One line in the log says what stayed, a warning if that is the most of
+    the model; `report` gives the reasons.
 
     Args:
         recipe: how operands are scaled. With ``delayed`` the model is on its device already.
@@ -69,10 +69,12 @@ def replace_linears(
             trained and not among them: another optimizer may hold it, and would not find the new one.
 
     Raises:
-        ValueError: a weight is float64 or complex; an unknown recipe, or another model's delayed one.
+        ValueError: a weight is float64; an unknown recipe, or another model's delayed one.
         UserError: a weight is a ``DTensor``, of ``fully_shard`` or of tensor parallelism; a module of Transformer
-            Engine cannot be used, with its name; torch's default dtype is not FP32.
+            Engine cannot be used, with its name; TorchScript has compiled a part of the model; torch's default dtype is
+            not FP32.
     """
+    _check_not_scripted(model)
     if torch.get_default_dtype() is not torch.float32:
         raise UserError(
             f"torch's default dtype is {torch.get_default_dtype()}: call torch.set_default_dtype(torch.float32) when "
@@ -107,9 +109,17 @@ def replace_linears(
         recipe.history.name_layers(slots)
         recipe.history.allocate(next(iter(replaced.values())).device)
     reported = report(model)
-    is_vain = bool(reported.stays) and not reported.fp8
-    logger.log(logging.WARNING if is_vain else logging.INFO, "%s", reported)
+    logger.log(logging.WARNING if reported.is_vain else logging.INFO, "%s", reported)
     return replaced
+
+
+def _check_not_scripted(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise UserError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose code and weights TorchScript keeps: give "
+                f"the module that torch.jit.script or torch.jit.trace was called with"
+            )
 
 
 def build_recipe(recipe: Recipe | RecipeName) -> Recipe:
@@ -206,7 +216,7 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
     """Modules beside the ``base_layer`` of a PEFT layer: small, and trained while the base is frozen."""
     found: set[torch.nn.Module] = set()
     for module in model.modules():
-        base = module._modules.get("base_layer")
+        base = dict(module.named_children()).get("base_layer")
         if base is not None:
             found |= set(module.modules()) - set(base.modules()) - {module}
     return found
@@ -225,10 +235,12 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
         reason = attention.reason_to_stay(module, recipe)
         if reason is None:
             for key, weight in attention.linear_weights(module).items():
+                if weight is not None and weight.is_complex():
+                    return "its weight is complex"
                 _check_dtype(f"{name}.{key}", weight)
         return reason
-    if not multiplies_as_linear(type(module)) and not _is_conv1d(module) and not _is_plain_again(module):
-        return f"{type(module).__name__} is a class of its own"
+    if not multiplies_as_linear(module) and not _is_conv1d(module) and not _is_plain_again(module):
+        return f"the forward of {type(module).__name__} is not F.linear(x, weight, bias), even without its casts"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed by a hook"
@@ -241,6 +253,8 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
             f"{name}.weight is a DTensor already: call replace_linears before fully_shard (docs/fsdp2.md). "
             f"{NO_TENSOR_PARALLELISM}"
         )
+    if weight.is_complex():
+        return "its weight is complex"
     if _is_conv1d(module) and has_hooks(weight):
         return "a hook waits for its weight's gradient, which FP8 has transposed"
     _check_dtype(name, weight)

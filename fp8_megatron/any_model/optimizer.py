@@ -502,7 +502,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         for space, index in self._written_plain():
             slot, seen = space.space.slots[index], space.seen[index]
             param = slot.param
-            if param.dtype != space.space.dtype or param.device != space.space.device:
+            if param.dtype.to_real() != space.space.dtype or param.device != space.space.device:
                 raise OptimizerError(
                     f"{slot.name} was {space.space.dtype} on {space.space.device} when the optimizer was built and "
                     f"is {param.dtype} on {param.device}: convert or move the model before initialize"

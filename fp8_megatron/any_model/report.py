@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +13,21 @@ from ..quantization.weight_shards import stored_part
 
 #: Attribute of a linear layer that stayed as it was: the reason.
 STAYS = "_fp8_megatron_stays"
+#: Modules whose parameters are looked up, or multiplied element by element.
+_NO_PRODUCTS = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.LayerNorm, torch.nn.RMSNorm)
 #: Names that `str` gives for one reason.
 _NAMES_SHOWN = 3
+
+
+class OtherMatrix(NamedTuple):
+    """A parameter of another module than a linear layer.
+
+    Attributes:
+        kind: the module's class.
+    """
+
+    kind: str
+    shape: torch.Size
 
 
 @dataclass(frozen=True)
@@ -24,12 +38,24 @@ class LinearReport:
         fp8: names of the FP8 layers.
         stays: name → reason of the others. A layer that nobody has looked at has the reason "".
         fp8_parameters, parameters: elements of FP8 layers' weights, and of all parameters.
+        others: name → parameter, of those that may be multiplied, with two or more dimensions above 1, and that no
+            linear layer, embedding or norm holds: experts, convolutions, weights of ``einsum``. They stay as they are.
+        matrices: elements of all parameters that may be multiplied: those of linear layers, and `others`.
     """
 
     fp8: tuple[str, ...]
     stays: dict[str, str]
     fp8_parameters: int
     parameters: int
+    others: dict[str, OtherMatrix]
+    matrices: int
+
+    @property
+    def is_vain(self) -> bool:
+        """Whether no linear layer is in FP8, or less than what no linear layer holds."""
+        return sum(one.shape.numel() for one in self.others.values()) > self.fp8_parameters or (
+            bool(self.stays) and not self.fp8
+        )
 
     def __str__(self) -> str:
         total = len(self.fp8) + len(self.stays)
@@ -39,19 +65,49 @@ class LinearReport:
         for name, reason in self.stays.items():
             names_of[reason].append(name)
         kept = [f"{_listed(names)} ({reason})" if reason else _listed(names) for reason, names in names_of.items()]
+        others_of: dict[tuple[str, int], list[str]] = defaultdict(list)
+        for name, one in self.others.items():
+            others_of[one.kind, len(one.shape)].append(name)
+        for (kind, ndim), names in others_of.items():
+            numel = sum(self.others[name].shape.numel() for name in names)
+            kept.append(
+                f"{_listed(names)} ({kind} is no torch.nn.Linear: {numel:,} parameters with {ndim} dimensions, "
+                f"{100.0 * numel / self.matrices:.1f}% of all matrices)"
+            )
         return line if not kept else f"{line}; unchanged: {', '.join(kept)}"
 
 
 def report(model: torch.nn.Module) -> LinearReport:
-    """Which linear layers of `model` are in FP8, and why others are not."""
-    fp8, stays, weights = [], {}, {}
+    """Which linear layers of `model` are in FP8, why others are not, and which other matrices are not."""
+    fp8, stays = [], {}
+    weights: dict[torch.Tensor, int] = {}
+    linear: dict[torch.Tensor, int] = {}
+    others: dict[torch.Tensor, tuple[str, str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FP8Linear) and stored_part(module.weight) is not None:
             fp8.append(name)
             weights[module.weight] = module.weight.numel()
         elif isinstance(module, torch.nn.Linear) or hasattr(module, STAYS):
             stays[name] = getattr(module, STAYS, "")
-    return LinearReport(tuple(fp8), stays, sum(weights.values()), sum(p.numel() for p in model.parameters()))
+            linear.update({param: param.numel() for param in module.parameters() if _is_matrix(param)})
+        elif isinstance(module, _NO_PRODUCTS):
+            linear = dict.fromkeys(module.parameters(recurse=False), 0) | linear
+        else:
+            own = module.named_parameters(name, recurse=False)
+            others.update({param: (key, type(module).__name__) for key, param in own if _is_matrix(param)})
+    named = {key: OtherMatrix(kind, param.shape) for param, (key, kind) in others.items() if param not in linear}
+    return LinearReport(
+        tuple(fp8),
+        stays,
+        sum(weights.values()),
+        sum(param.numel() for param in model.parameters()),
+        named,
+        matrices=sum((weights | linear).values()) + sum(one.shape.numel() for one in named.values()),
+    )
+
+
+def _is_matrix(param: torch.Tensor) -> bool:
+    return param.numel() > 0 and sum(size > 1 for size in param.shape) > 1
 
 
 def _listed(names: list[str]) -> str:

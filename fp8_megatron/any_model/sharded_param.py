@@ -42,6 +42,11 @@ class ShardedParam:
         Raises:
             OptimizerError: it is sharded in a way that the optimizer does not know.
         """
+        if param.is_complex():
+            raise OptimizerError(
+                f"{name} is {param.dtype}: complex parameters have no shards here; share the model over ranks with "
+                f"initialize alone, or keep it as view_as_real, an FP32 parameter"
+            )
         if not isinstance(param, DTensor):
             raise OptimizerError(f"{name} is not sharded and other parameters are: call fully_shard(model) on the root")
         placements = param.placements

@@ -172,8 +172,9 @@ def _padded_entry(
     device = stored.payload.device
     if value is None:
         return torch.zeros(slot.padded, device=device), None
-    payload = torch.zeros(slot.padded, dtype=value.dtype, device=device)
-    payload[: slot.numel] = slot.flattened(value).to(device)
+    flat = slot.flattened(value)
+    payload = torch.zeros(slot.padded, dtype=flat.dtype, device=device)
+    payload[: slot.numel] = flat.to(device)
     if scales is None:
         return payload, None
     padded = torch.ones(slot.padded // STATE_BLOCK, device=device)

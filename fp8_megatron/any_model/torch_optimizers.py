@@ -20,7 +20,7 @@ _HOOKS = tuple(
     for when in ("pre", "post")
 )
 #: Dtypes that a parameter may have beside FP8 weights.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 
 
 class OptimizerError(UserError):

@@ -158,7 +158,7 @@ class FP8Linear(torch.nn.Linear):
         Under `torch.autocast` the output has autocast's dtype, otherwise x's. The GEMMs of an FP32 input write BF16.
 
         Raises:
-            TypeError: x is not FP32, BF16 or FP16.
+            TypeError: x is not FP32, BF16 or FP16, or not dense.
             ValueError: the last size of x is not `in_features`.
         """
         self._check(x)
@@ -185,6 +185,11 @@ class FP8Linear(torch.nn.Linear):
     def _check(self, x: Tensor) -> None:
         if x.dtype not in _DTYPES:
             raise TypeError(f"{self.name}: an FP8 layer takes FP32, BF16 or FP16, not {x.dtype}; cast the input")
+        if x.layout is not torch.strided:
+            raise TypeError(
+                f"{self.name}: an FP8 layer takes a dense tensor, not {x.layout}; give it x.to_dense(), or "
+                f"x.to_padded_tensor(0.0) of a nested one"
+            )
         if not x.ndim or x.shape[-1] != self.in_features:
             raise ValueError(f"{self.name}: the input's last size is not {self.in_features}: {tuple(x.shape)}")
 
@@ -216,10 +221,18 @@ class FP8Linear(torch.nn.Linear):
         layer's own, or that a plain copy has. Nothing is in FP8.
 
         Raises:
-            UserError: inside of ``torch.export``, which shows an FP8 weight as if it were plain.
+            UserError: inside of ``torch.export``, which shows an FP8 weight as if it were plain; or the weight is no
+                parameter any more, because pruning, a parametrisation or torch's older FSDP computes it.
         """
         if self.home is not None:
             self._check_not_exported()
+            if "weight" not in self._parameters:
+                raise UserError(
+                    f"{self.name}: its weight is no parameter since initialize, and would be multiplied in 16 bits: "
+                    f"prune or parametrise (weight_norm) before initialize, and the layer stays as it is, or make "
+                    f"pruning permanent (prune.remove); in place of torch's FullyShardedDataParallel use fully_shard "
+                    f"(docs/fsdp2.md)"
+                )
         return _linear_in_torch(x, self.weight, self.added_bias, dtype)
 
     def _multiply_exchanged(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -332,6 +345,7 @@ class FP8Linear(torch.nn.Linear):
     @property
     def _distribute_module_applied(self) -> bool:
         """What torch's ``distribute_module``, and so ``parallelize_module``, asks before it cuts the weight.
+        ``torch.jit.trace`` reads all properties.
 
         Raises:
             UserError: always, while the weight is in FP8.
@@ -339,7 +353,20 @@ class FP8Linear(torch.nn.Linear):
         weight = self._parameters.get("weight")
         if weight is None or stored_part(weight) is None:
             raise AttributeError("_distribute_module_applied")
-        raise UserError(f"{self.name}: {NO_TENSOR_PARALLELISM}")
+        raise UserError(
+            f"{self.name}: {NO_TENSOR_PARALLELISM}. torch.jit.trace takes none either: trace "
+            f"fp8_megatron.any_model.plain_model(model)"
+        )
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        """What ``torch.jit.script`` asks for in place of the layer.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            f"{self.name}: torch.jit.script takes no FP8 layer: script fp8_megatron.any_model.plain_model(model)"
+        )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -1,8 +1,8 @@
 """What torch's functions do with a `ScaledTensor`.
 
 Functions that move, view or fill a weight are in `_FUNCTIONS`, and see its payload. Any other function is called with
-values, in `_read`: outside of autograd it may read a weight, arithmetic in place may write one, and a view is a
-`value_view.ValueView`.
+values, in `_read`: it may read a weight, arithmetic in place may write one, and a view is a `value_view.ValueView`.
+Autograd records what reads a weight, as of any parameter. Matrix products are refused where it is on.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _PRODUCTS = frozenset(
 
 
 _ADVICE = (
-    "torch has a gradient for F.linear(x, p, bias), x @ p.t() and p @ x alone, of a layer's own weight p. To read the "
-    "weight, use torch.no_grad(). If a loss or a module takes it otherwise, keep the layer a torch.nn.Linear "
-    "(filter=…), or use a copy without FP8, fp8_megatron.any_model.plain_model(model)"
+    "a product in FP8 is F.linear(x, p, bias), x @ p.t() or p @ x, of a layer's own weight p. To multiply its values, "
+    "use torch.no_grad(). If a loss or a module does so otherwise, keep the layer a torch.nn.Linear (filter=…), or use "
+    "a copy without FP8, fp8_megatron.any_model.plain_model(model). spectral_norm comes before initialize"
 )
 
 
@@ -63,9 +63,8 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     writes into a weight goes to its owner, on every replica.
 
     Raises:
-        NotImplementedError: autograd is on, and would record it, or `func` is a matrix product, which would decode the
-            weight in every forward; `func` writes into a weight without an owner, or writes something else than
-            arithmetic.
+        NotImplementedError: autograd is on and `func` is a matrix product, which would decode the weight in every
+            forward; `func` writes into a weight without an owner, or writes something else than arithmetic.
     """
     decoded = [leaf for leaf in tree_leaves((args, kwargs)) if _is_decoded(leaf)]
     written = _written(func, args, kwargs)
@@ -75,14 +74,15 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         told += f" (layer {name})"
     if func is _aten.view.dtype:
         raise NotImplementedError(f"{told}, whose bits are not its values: view those of p.detach().clone()")
-    if torch.is_grad_enabled():
-        _check_not_recorded(func, decoded, told)
+    if torch.is_grad_enabled() and _name(func) in _PRODUCTS:
+        raise NotImplementedError(f"{told} under autograd: {_ADVICE}")
     if _is_view(func):
         return args[0].view_values(func, args[1:], kwargs)
     if written and _name(func) not in _ARITHMETIC:
         raise NotImplementedError(
             f"{told}, and would write into it: fill a plain tensor, and copy it with p.copy_(…). If a library puts "
-            f"something of its own in the weight's place, keep the layer a torch.nn.Linear (filter=…)"
+            f"something of its own in the weight's place, as a parametrisation does, let it do so before initialize, "
+            f"or keep the layer a torch.nn.Linear (filter=…)"
         )
     if not all(tensor.takes_arithmetic for tensor in written):
         raise NotImplementedError(
@@ -97,17 +97,10 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     }
     args, kwargs = tree_map_only(_is_decoded, lambda tensor: values[id(tensor)], (args, kwargs))
     made = func(*args, **kwargs)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in decoded) and _has_gradients(func, made):
-        raise NotImplementedError(f"{told} under autograd: {_ADVICE}")
     for tensor in written:
         tensor.assign(values[id(tensor)])
     weights = {id(values[id(tensor)]): tensor for tensor in written}
     return tree_map_only(Tensor, lambda tensor: weights.get(id(tensor), tensor), made)
-
-
-def _check_not_recorded(func: Any, decoded: Sequence[Decoded], told: str) -> None:
-    if _name(func) in _PRODUCTS or (_is_view(func) and any(tensor.requires_grad for tensor in decoded)):
-        raise NotImplementedError(f"{told} under autograd: {_ADVICE}")
 
 
 def _is_decoded(value: Any) -> TypeGuard[Decoded]:
@@ -143,14 +136,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[D
 def written_by_collective(func: Any, args: tuple[Any, ...]) -> list[Any]:
     """What a function of ``torch.distributed`` writes into: its first argument, which its schema does not say."""
     return [] if func._schema.name == "c10d::send" else tree_leaves(args[0])
-
-
-def _has_gradients(func: Any, made: Any) -> bool:
-    """Whether autograd could differentiate what `func` made. Comparisons and new tensors have no gradient."""
-    name = _name(func)
-    return not (name.endswith("_like") or name.startswith("new_")) and any(
-        leaf.is_floating_point() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
-    )
 
 
 def _same(func: Any, tensor: ScaledTensor) -> ScaledTensor:

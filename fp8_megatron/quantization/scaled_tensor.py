@@ -4,9 +4,9 @@ It is a ``torch.Tensor`` wrapper subclass. It can be an ``nn.Parameter`` with ``
 through megatron-core's attribute tagging and ``state_dict``. It advertises BF16 unless told otherwise, so that
 ``.bfloat16()``, ``Float16Module`` and other casts leave the payload alone. There is no hidden high-precision copy.
 A layer calls `gemm_operand` for the FP8 operand of a GEMM. torch's products with a layer's own weight are the layer's
-(`weight_products`). Where autograd is on, any other matrix product with it, or anything that autograd would record,
-raises an error, so that no forward in training decodes a weight unseen. Code that only
-reads it, such as an average of weights or a norm for a log, gets its owner's value. Arithmetic in place writes through
+(`weight_products`). Where autograd is on, any other matrix product with it raises an error, so that no forward in
+training multiplies a decoded weight unseen. Code that only reads it, such as a norm for a log or for a loss, gets its
+owner's value. Arithmetic in place writes through
 the owner. Clones, and all copies of an owned weight, are plain tensors of that value. `scaled_functions` says this of
 each of torch's functions.
 
@@ -121,6 +121,20 @@ class ScaledTensor(Decoded):
     def data_ptr(self) -> int:
         """The payload's, by which libraries tell parameters apart (Accelerate under FSDP2). torch's would be 0."""
         return self._payload.data_ptr()
+
+    def element_size(self) -> int:
+        """Bytes of a stored element, by which libraries count memory (transformers' ``get_memory_footprint``)."""
+        return self._payload.element_size()
+
+    @property
+    def itemsize(self) -> int:  # type: ignore[override]
+        """`element_size`."""
+        return self._payload.itemsize
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of payload and scales. An owner's state is not among them."""
+        return self._payload.nbytes + self._scale.nbytes
 
     def set_storage(self, payload: Tensor, scale: Tensor) -> None:
         """Re-point the tensor at other storage of the same shape (a view into a flat buffer)."""

@@ -47,7 +47,7 @@ class StorageClass(Enum):
     MATRIX = "matrix"
     """A matrix kept in 16 bits: embeddings, LM head; under bf16 every linear weight too."""
     VECTOR = "vector"
-    """Norms and biases: 16 bits, with FP32 state, and no weight decay."""
+    """Norms and biases: 16 bits, with FP32 state, and no weight decay. Complex parameters of any shape, too."""
 
     @property
     def alignment(self) -> int:
@@ -84,6 +84,8 @@ class Cut:
 class Slot:
     """One parameter's place in a space: elements [offset, offset + numel); padding follows up to the alignment.
 
+    A complex parameter takes two elements for each of its own, as in `torch.view_as_real`.
+
     Attributes:
         name: in the whole model.
         cut: where the elements lie in the whole parameter; None: the parameter is whole.
@@ -99,8 +101,8 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
-        return self.param.numel()
+        """Elements of the parameter, as real numbers."""
+        return self.param.numel() * (2 if self.param.is_complex() else 1)
 
     @property
     def padded(self) -> int:
@@ -112,7 +114,9 @@ class Slot:
         return self.shaped(flat[self.offset : self.offset + self.numel])
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter's elements [numel] in its shape (a view)."""
+        """The parameter's elements [numel] in its shape (a view). Those of a complex one are FP32."""
+        if self.param.is_complex():
+            return torch.view_as_complex(flat.view(*self.param.shape, 2))
         if self.order is None:
             return flat.view(self.param.shape)
         shape = [self.param.shape[dim] for dim in self.order]
@@ -120,6 +124,8 @@ class Slot:
 
     def flattened(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's shape as its elements lie, [numel]; a view if it lies so too."""
+        if value.is_complex():
+            return torch.view_as_real(value.resolve_conj()).reshape(-1)
         return value.reshape(-1) if self.order is None else value.permute(self.order).reshape(-1)
 
     def padded_slice(self, flat: torch.Tensor, block: int = 1) -> torch.Tensor:
@@ -320,7 +326,7 @@ def storage_class(param: torch.nn.Parameter) -> StorageClass:
     """The storage class of a parameter."""
     if isinstance(param, ScaledTensor):
         return StorageClass.LINEAR
-    return StorageClass.MATRIX if param.ndim > 1 else StorageClass.VECTOR
+    return StorageClass.MATRIX if param.ndim > 1 and not param.is_complex() else StorageClass.VECTOR
 
 
 def partition(
@@ -347,7 +353,7 @@ def partition(
     grouped: dict[tuple[StorageClass, Sharing, bool, torch.dtype | None], list[Slot]] = {}
     for name, param in named_params:
         storage = storage_class(param)
-        dtype = param.dtype if keeps_dtype and storage is not StorageClass.LINEAR else None
+        dtype = param.dtype.to_real() if keeps_dtype and storage is not StorageClass.LINEAR else None
         sharing = Sharing(Replicas.of(None, param.device)) if sharing_of is None else sharing_of(param)
         decoupled = takes_decoupled_lr is not None and takes_decoupled_lr(param)
         slots = grouped.setdefault((storage, sharing, decoupled, dtype), [])
@@ -367,7 +373,7 @@ def partition(
 def _order(param: torch.Tensor) -> tuple[int, ...] | None:
     """The order of the dimensions of a channels-last parameter, outermost first; None for any other parameter."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if param.ndim not in formats or param.is_contiguous():
+    if param.ndim not in formats or param.is_contiguous() or param.is_complex():
         return None
     return (0, *range(2, param.ndim), 1) if param.is_contiguous(memory_format=formats[param.ndim]) else None
 

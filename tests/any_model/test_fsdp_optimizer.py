@@ -318,7 +318,12 @@ def flattened(group: Group) -> None:
         wrapped = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(64, 64), device_id=torch.device("cpu")))
         fp8_megatron.initialize(wrapped, torch.optim.AdamW(wrapped.parameters()))
     model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
-    FullyShardedDataParallel(model, device_id=torch.device("cpu"))(torch.randn(16, 64)).square().mean().backward()
+    with pytest.raises(UserError, match=r"0: its weight is no parameter since initialize, .* use fully_shard"):
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))(torch.randn(16, 64))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
+    model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"))
+    model(torch.randn(16, 64)).square().mean().backward()
     with pytest.raises(UserError, match="FullyShardedDataParallel has flattened the model since initialize"):
         optimizer.step()
 

@@ -159,6 +159,47 @@ def test_errors_name_the_value_and_the_fix(call: Callable[[torch.nn.Module], Non
         call(build_model())
 
 
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda model: torch.jit.trace(model, torch.randn(2, 32))])
+def test_what_torchscript_has_compiled_is_an_error(compiled: Callable[[torch.nn.Module], Any]) -> None:
+    """A part without parameters stays as it is."""
+    for model, name in (
+        (compiled(build_model()), "the model"),
+        (torch.nn.Sequential(torch.nn.Linear(32, 64), compiled(build_model())), "1"),
+    ):
+        with pytest.raises(UserError, match=rf"^{name} is a \w+, whose code .*: give the module that torch\.jit"):
+            _with()(model)
+    _with()(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.jit.script(torch.nn.ReLU())))
+
+
+def test_torchscript_takes_no_fp8_layer() -> None:
+    model = build_model()
+    _with()(model)
+    with pytest.raises(UserError, match=r"script takes no FP8 layer: script .*plain_model\(model\)"):
+        torch.jit.script(model)
+    with pytest.raises(UserError, match=r"trace fp8_megatron\.any_model\.plain_model\(model\)"):
+        torch.jit.trace(model, torch.randn(2, 32))
+
+
+@pytest.mark.parametrize("saves_fp8", [False, True])
+def test_state_that_is_loaded_too_early_is_an_error(saves_fp8: bool) -> None:
+    """`initialize` stands between building the optimizer and loading its state."""
+    model = build_model()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    if saves_fp8:
+        model, optimizer = fp8_megatron.initialize(model, optimizer)
+    losses(model, optimizer, num_steps=1)
+    state = optimizer.state_dict()
+    resumed = build_model()
+    early = torch.optim.AdamW(resumed.parameters())
+    early.load_state_dict(state)
+    with pytest.raises(UserError, match=r"has state of \d+ parameters: call initialize before .* load the state into"):
+        fp8_megatron.initialize(resumed, early)
+    assert type(resumed[0]) is torch.nn.Linear
+    _, right = fp8_megatron.initialize(resumed, torch.optim.AdamW(resumed.parameters()))
+    right.load_state_dict(state)
+    assert float(right.state_dict()["state"][0]["step"]) == 1.0
+
+
 def test_an_optimizer_that_cannot_be_used_leaves_the_model_alone() -> None:
     model = build_model()
     with pytest.raises(UserError):

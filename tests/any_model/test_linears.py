@@ -7,9 +7,12 @@ import io
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 import fp8_megatron
@@ -120,7 +123,7 @@ def _patched() -> torch.nn.Linear:
     [
         (torch.nn.Linear(32, 10), "its size 10 is not a multiple of 16"),
         (weight_norm(torch.nn.Linear(32, 32)), "it is parametrised"),
-        (Derived(32, 32), "Derived is a class of its own"),
+        (Derived(32, 32), "the forward of Derived is not F.linear(x, weight, bias), even without its casts"),
         (_patched(), "its forward is patched"),
     ],
     ids=["size", "parametrised", "derived", "patched"],
@@ -138,9 +141,96 @@ def test_reasons_to_stay(layer: torch.nn.Module, reason: str, caplog: pytest.Log
 
 def test_a_model_without_an_fp8_layer_warns(caplog: pytest.LogCaptureFixture) -> None:
     replace_linears(torch.nn.Sequential(Derived(32, 32)))
-    assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", "FP8: 0 of 1 linear layers, 0.0% of 1,056 parameters; unchanged: 0 (Derived is a class of its own)")
-    ]
+    line = "FP8: 0 of 1 linear layers, 0.0% of 1,056 parameters; unchanged: 0 (the forward of Derived is not F.linear("
+    assert len(caplog.records) == 1 and caplog.records[0].levelname == "WARNING"
+    assert caplog.messages[0].startswith(line)
+
+
+def _forward_of(forward: Callable[..., Any]) -> type[torch.nn.Linear]:
+    return type("Own", (torch.nn.Linear,), {"forward": forward})
+
+
+CASTS: dict[str, Callable[..., Any]] = {
+    "weight": lambda self, x: F.linear(x, self.weight.to(dtype=x.dtype)),
+    "weight and bias": lambda self, x: F.linear(
+        x, self.weight.to(x.dtype), bias=None if self.bias is None else self.bias.type_as(x)
+    ),
+    "nothing": lambda self, input: F.linear(input, self.weight, self.bias),
+}
+CHANGES: dict[str, Callable[..., Any]] = {
+    "input": lambda self, x: F.linear(2 * x, self.weight, self.bias),
+    "input's dtype": lambda self, x: F.linear(x.to(self.weight.dtype), self.weight, self.bias),
+    "dtype": lambda self, x: F.linear(x.float(), self.weight.float(), self.bias),
+    "output": lambda self, x: F.linear(x, self.weight, self.bias).relu(),
+    "no bias": lambda self, x: F.linear(x, self.weight.to(x.dtype)),
+    "attribute": lambda self, x: F.linear(x, self.weight, self.bias) * self.scale,
+    "training": lambda self, x: F.linear(x, self.weight if self.training else -self.weight, self.bias),
+    "adapter": lambda self, x: F.linear(x, self.weight, self.bias) + self.adapter(x),
+    "argument": lambda self, x, scale=1.0: F.linear(x, self.weight, self.bias),
+    "two": lambda self, x: F.linear(F.linear(x, self.weight), self.weight, self.bias),
+    "matmul": lambda self, x: x @ self.weight.t(),
+    "error": lambda self, x: F.linear(x, self.weight, self.bias).item(),
+}
+
+
+@pytest.mark.parametrize("forward", list(CASTS))
+def test_a_forward_that_only_casts_becomes_fp8(forward: str) -> None:
+    """As nanochat's ``Linear``. The layer keeps its class, and a plain copy has its forward."""
+    torch.manual_seed(0)
+    kind = _forward_of(CASTS[forward])
+    layer = kind(32, 64, bias=forward != "weight")
+    twin = torch.nn.Linear(32, 64, bias=forward != "weight")
+    twin.load_state_dict(layer.state_dict())
+    model, expected = torch.nn.Sequential(layer), torch.nn.Sequential(twin)
+    replace_linears(model)
+    replace_linears(expected)
+    assert isinstance(model[0], FP8Linear) and isinstance(model[0], kind)
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    assert torch.equal(model(x), expected(x))
+    assert type(plain_model(model)[0]) is kind
+
+
+@pytest.mark.parametrize("forward", list(CHANGES))
+def test_a_forward_that_does_something_else_stays(forward: str) -> None:
+    layer = _forward_of(CHANGES[forward])(32, 64)
+    model = torch.nn.Sequential(layer)
+    replace_linears(model)
+    assert not isinstance(model[0], FP8Linear) and "the forward of Own is not" in report(model).stays["0"]
+
+
+class Experts(torch.nn.Module):
+    """Weights of all experts in one parameter, as in transformers 5, beside others that stay."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.token = torch.nn.Parameter(torch.zeros(1, 1, 32))
+        self.experts = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(num_experts, 32, 32))])
+        self.embedding = torch.nn.Embedding(96, 32)
+        self.norm = torch.nn.LayerNorm((4, 32))
+        self.convolution = torch.nn.Conv1d(32, 32, 3)
+        self.head = torch.nn.Linear(32, 96)
+        self.narrow = torch.nn.Linear(32, 10)
+
+
+@pytest.mark.parametrize(("num_experts", "level"), [(16, "WARNING"), (0, "INFO")])
+def test_matrices_of_no_linear_layer_are_named(num_experts: int, level: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning if they are more than what is in FP8."""
+    model = Experts(num_experts)
+    if not num_experts:
+        model.convolution = torch.nn.Conv1d(32, 8, 3)
+    with caplog.at_level(logging.INFO):
+        replace_linears(model)
+    convolution = model.convolution.weight
+    reported = report(model)
+    expected = {"convolution.weight": convolution.shape} | (
+        {"experts.0": torch.Size((num_experts, 32, 32))} if num_experts else {}
+    )
+    assert {name: one.shape for name, one in reported.others.items()} == expected
+    assert reported.matrices == convolution.numel() + num_experts * 1024 + 96 * 32 + 10 * 32
+    share = 100 * convolution.numel() / reported.matrices
+    line = f"Conv1d is no torch.nn.Linear: {convolution.numel():,} parameters with 3 dimensions, {share:.1f}% of all"
+    assert line in str(reported) and ("experts.0 (ParameterList" in str(reported)) == bool(num_experts)
+    assert [(record.levelname, record.message) for record in caplog.records] == [(level, str(reported))]
 
 
 def test_a_derived_class_that_multiplies_as_torchs() -> None:

@@ -251,7 +251,6 @@ REFUSED: dict[str, Callable[[Tensor, FP8Linear], object]] = {
     "detached": lambda x, layer: F.linear(x, layer.weight.detach()),
     "rows": lambda x, layer: F.linear(x, layer.weight[:32]),
     "transposed twice": lambda x, layer: x @ layer.weight.t().t(),
-    "the transpose's sum": lambda x, layer: layer.weight.t().sum(),
     "not transposed": lambda x, layer: x @ layer.weight,
     "of a transpose": lambda x, layer: F.linear(x, layer.weight.t()),
     "a vector": lambda x, layer: layer.weight @ x[0],

@@ -307,6 +307,11 @@ def test_reset_parameters() -> None:
     [
         (torch.zeros(16, IN, dtype=torch.int64), TypeError, r"FP8Linear: .* not torch\.int64; cast the input"),
         (torch.zeros(16, IN, dtype=torch.float64), TypeError, r"takes FP32, BF16 or FP16, not torch\.float64"),
+        (
+            torch.zeros(16, IN).to_sparse(),
+            TypeError,
+            r"takes a dense tensor, not torch\.sparse_coo; give it x\.to_dense",
+        ),
         (torch.zeros(16, OUT), ValueError, rf"FP8Linear: the input's last size is not {IN}: \(16, {OUT}\)"),
         (torch.zeros(()), ValueError, r"last size is not 256: \(\)"),
     ],

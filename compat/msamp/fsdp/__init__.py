@@ -1,5 +1,6 @@
 """Weights sharded over ranks in FP8, over torch's FSDP2."""
 
-from .fsdp import FP8FullyShardedDataParallel, FsdpReplacer
+from .fully_sharded_data_parallel import FP8FullyShardedDataParallel
+from .replacer import FsdpReplacer
 
 __all__ = ["FP8FullyShardedDataParallel", "FsdpReplacer"]

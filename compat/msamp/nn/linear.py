@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 
 import fp8_megatron
+from fp8_megatron import FP8Linear
 from fp8_megatron.any_model.te_modules import te_kind
 
 from ..common.dtype import Dtypes, QType
 from ..common.dtype.dtypes import WEIGHT_STORAGE
+
+__all__ = ["FP8Linear", "LinearReplacer", "remember"]
 
 
 def _takes_fp8(name: str, module: torch.nn.Module) -> bool:

@@ -10,7 +10,8 @@ from fp8_megatron.any_model.fsdp import FSDPOptimizer
 from fp8_megatron.any_model.fsdp_reduce import reduce_in_fp8
 from fp8_megatron.sharding.storage import ModelStorage
 
-from .adamw import AdamArguments, Moments, model_of, names_of
+from .adam import AdamArguments
+from .adamw_base import Moments, model_of, names_of
 
 
 class FSDPAdamW(Moments, FSDPOptimizer):

@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...refusals import refuse
 from ..dtype import Dtypes, QType
 from .cast import TypeCast
 from .meta import ScalingMeta
+
+__getattr__ = refuse(__name__, {"TorchOverider": "torch stays as it is; msamp.tensor_methods.install() adds methods"})
 
 _FLOATS = {torch.float32: Dtypes.kfloat32, torch.float16: Dtypes.kfloat16, torch.bfloat16: Dtypes.kbfloat16}
 

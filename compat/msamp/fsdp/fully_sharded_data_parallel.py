@@ -1,4 +1,4 @@
-"""MS-AMP's names for FSDP over torch's ``fully_shard``."""
+"""MS-AMP's FSDP over torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..common.dtype import Dtypes
-from ..nn.linear import LinearReplacer, remember
+from ..nn.linear import remember
 
 #: FSDP1's policy: (module=, recurse=, nonwrapped_numel=) → whether to look below a module, or to wrap it.
 Policy = Callable[..., bool]
-
-
-class FsdpReplacer:
-    """MS-AMP's `FsdpReplacer`: linear layers with FP8 weights, ready to be sharded."""
-
-    @classmethod
-    def replace(cls, model: torch.nn.Module) -> torch.nn.Module:
-        """Turn the model's linear layers into `FP8Linear` with weights in E4M3, and return the model."""
-        return LinearReplacer.replace(model, Dtypes.kfloat8_e4m3)
 
 
 class FP8FullyShardedDataParallel:
