@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 from ..config.schema import DataConfig
 from ..config.words import flag_name
 from ..errors import UserError
-from .index_files import CachedGPTDataset, DatasetBuilder, index_folder
+from .index_files import CachedGPTDataset, DatasetBuilder
 from .indexed import IndexedSummary, check_indexed_dataset, may_have_ends
-from .splits import SPLITS, blends_of_splits, builder_sources, process_group, remedies, weighted
+from .splits import SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, remedies, weighted
 from .token_files import Blend
 from .tokenizer import Tokenizer
 
@@ -176,7 +176,7 @@ def _gpt_dataset_config(
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        path_to_cache=str(index_folder(paths, data.data_cache_path, kind="index")),
+        path_to_cache=str(cache_folder(paths, data.data_cache_path, kind="index")),
         tokenizer=tokenizer,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=False,

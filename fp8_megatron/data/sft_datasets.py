@@ -18,11 +18,11 @@ from torch.utils.data import Dataset
 from ..config.schema import DataConfig
 from ..errors import UserError
 from .datasets import Datasets
-from .index_files import DatasetBuilder, index_folder
+from .index_files import DatasetBuilder
 from .sft_encoding import Encoding
 from .sft_files import ConversationFile, open_conversations
 from .sft_packing import pack_best_fit
-from .splits import SPLITS, blends_of_splits, builder_sources, process_group, remedies, weighted
+from .splits import SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, remedies, weighted
 from .token_files import Blend
 from .tokenizer import Tokenizer
 
@@ -263,7 +263,7 @@ def _build(
     config = SFTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        path_to_cache=str(index_folder([Path(path).resolve() for path in paths], data.data_cache_path, kind="blend")),
+        path_to_cache=str(cache_folder([Path(path).resolve() for path in paths], data.data_cache_path, kind="blend")),
         tokenizer=tokenizer,
         reset_position_ids=True,
         reset_attention_mask=True,
