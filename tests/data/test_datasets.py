@@ -162,12 +162,45 @@ def test_blends_follow_their_weights_and_files_of_their_own_splits(write_tokens)
     assert (all_tokens(own.test)[:, 0] >= 1000).mean() == pytest.approx(0.75, abs=1 / 10)
 
 
-def test_files_without_weights_are_drawn_by_size_for_as_many_epochs_as_it_takes(write_tokens):
-    small = write_tokens("small", counting(10, 20))
-    large = write_tokens("large", counting(10, 60, start=1000))
-    dataset = build(500, data_path=(small, large), split="1").train
-    assert len(dataset) >= 500
-    assert (all_tokens(dataset, 500)[:, 0] >= 1000).mean() == pytest.approx(0.75, abs=1 / 500)
+@pytest.mark.parametrize("words", ["A", "1 A", "A B", "B A C", "30 A 0.7e2 B", "A A"])
+@pytest.mark.parametrize("has_split_paths", [False, True], ids=["split", "paths"])
+@pytest.mark.parametrize("train", [31, 90])
+def test_samples_and_their_order_are_those_of_megatrons_own_builder(
+    write_tokens, tmp_path, words, has_split_paths, train
+):
+    """90 are more than one pass over A, and less than one over A and B; the sizes of the files differ."""
+    prefixes = {name: write_tokens(name, counting(20, 30 + 7 * i, start=1000 * i)) for i, name in enumerate("ABC")}
+    given = [prefixes.get(word, word) for word in words.split()]
+    if words[0].isdigit():
+        blend = (given[1::2], [float(word) for word in given[::2]])
+    else:
+        blend = (given, None)
+    if has_split_paths:
+        sources, own = {"blend_per_split": [blend, blend, None]}, {"train_data_path": given, "valid_data_path": given}
+    else:
+        sources, own = {"blend": blend, "split": "80,20"}, {"data_path": given, "split": "80,20"}
+    config = gpt_config(tmp_path / "megatron", **sources)
+    with process_group():
+        theirs = BlendedMegatronDatasetBuilder(GPTDataset, [train, 10, 0], lambda: True, config).build()
+    ours = build(train, 10, **own)
+    for expected, found in zip(theirs[:2], (ours.train, ours.valid), strict=True):
+        assert len(found) == len(expected)
+        np.testing.assert_array_equal(all_tokens(found), all_tokens(expected))
+
+
+def test_files_without_weights_are_read_once_and_not_more_often(write_tokens):
+    """Megatron's run ends in an error after the last sample."""
+    small, large = write_tokens("small", counting(10, 20)), write_tokens("large", counting(10, 60, start=1000))
+    number = (10 * 20 - 1) // SEQ + (10 * 60 - 1) // SEQ
+    assert len(build(number, data_path=(small, large), split="1").train) == number
+    what = rf"{small} {large} without weights is read once, as in Megatron: its {number} train samples are fewer than"
+    with pytest.raises(UserError, match=rf"--data-path {what} the 500 of the run; give weights \(weight prefix"):
+        build(500, data_path=(small, large), split="1")
+    with pytest.raises(UserError, match=r"--valid-data-path .*its \d+ valid samples are fewer than the 500"):
+        build(5, 500, train_data_path=(small,), valid_data_path=(small, large))
+    assert len(build(500, data_path=("1", small, "3", large), split="1").train) >= 500
+    cyclic = build(500, data_path=(small, large), split="1", dataloader_type="cyclic").train
+    assert len(cyclic) == number, "the loader reads it again and again"
 
 
 @pytest.mark.parametrize("with_blend", [False, True])
