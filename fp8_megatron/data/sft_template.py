@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
+from . import limits
+from .limits import alarm
 from .sft_conversations import ANSWERING, Conversation, Message
 from .transformers_tokenizer import HuggingFaceTokenizer
 
@@ -30,14 +33,16 @@ class ChatTemplate:
     Args:
         tokenizer: a fast one: it says which characters a token comes from.
         template: Jinja; None: the tokenizer's own.
+        file: where it is from, for errors.
 
     Raises:
         UserError: the tokenizer is slow, or has no template.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None):
+    def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None, *, file: str | None = None):
         self.tokenizer = tokenizer
         self._name = tokenizer.name
+        self._file = file or self._name
         self._backend = tokenizer.backend
         if not self._backend.is_fast:
             raise UserError(
@@ -107,7 +112,7 @@ class ChatTemplate:
         """The text, and the characters of each answer as the template marks them."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _naming(conversation):
+        with self._naming(conversation):
             rendered: Any = render_jinja_template(
                 conversations=[self._messages(conversation)],
                 tools=conversation.tools,
@@ -150,7 +155,7 @@ class ChatTemplate:
 
     def _write(self, conversation: Conversation, num_messages: int, *, prompts: bool = False) -> str:
         """The first messages as text; `prompts` adds what comes before an answer."""
-        with _naming(conversation):
+        with self._naming(conversation):
             return str(
                 self._backend.apply_chat_template(
                     self._messages(conversation)[:num_messages],
@@ -161,14 +166,30 @@ class ChatTemplate:
                 )
             )
 
+    @contextmanager
+    def _naming(self, conversation: Conversation) -> Iterator[None]:
+        """Turn what a template raises into an error that names the conversation. A template may do anything wrong."""
+        try:
+            with alarm(limits.SECONDS, _never_ends):
+                yield
+        except TimeoutError as error:
+            raise UserError(
+                f"{conversation.place}: the chat template of {self._file} has not written it within "
+                f"{limits.SECONDS:.0f} s, and was at its line {_line_of_template(error)}; give one that ends: "
+                f"--sft-chat-template FILE"
+            ) from error
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise UserError(
+                f"{conversation.place}: the chat template refuses it ({reason}); correct one of them"
+            ) from error
 
-@contextmanager
-def _naming(conversation: Conversation) -> Iterator[None]:
-    """Turn what a template raises into an error that names the conversation. A template may do anything wrong."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(
-            f"{conversation.place}: the chat template refuses it ({reason}); correct one of them"
-        ) from error
+
+def _never_ends() -> float:
+    raise TimeoutError
+
+
+def _line_of_template(error: Exception) -> int | None:
+    """The line of a template that raised an error. Jinja gives its frames the lines of the template."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    return lines[-1] if lines else None
