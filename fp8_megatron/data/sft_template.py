@@ -12,6 +12,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from .sft_conversations import ANSWERING, Conversation, Message
 from .transformers_tokenizer import HuggingFaceTokenizer
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OF_A_MESSAGE = ", message "
 #: ``message['content'] is none`` and the like.
 _KNOWS_NULL = re.compile(r"content\W{0,3}\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
 
@@ -58,6 +60,7 @@ class ChatTemplate:
         self.text: str = own if template is None else template
         self._marks_answers = _MARK.search(self.text) is not None
         self._reads_weights = "weight" in self.text
+        self._writes: set[str] = set()
         self._knows_null = _KNOWS_NULL.search(self.text) is not None
 
     @property
@@ -80,10 +83,12 @@ class ChatTemplate:
 
         Raises:
             UserError: the template refuses the conversation, or does not tell where its answers are; an answer has a
-                ``weight`` that the template does not read.
+                ``weight`` that the template does not read; it has messages, calls or tools that the template leaves
+                out.
         """
         self._check_weights(conversation)
-        text, spans = self._marked(conversation) if self._marks_answers else self._compared(conversation)
+        text, spans = self._text(conversation)
+        self._check_all_is_written(conversation, text)
         encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = np.array(encoded["input_ids"], dtype=np.int32)
         first, behind = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T  # characters of each token
@@ -107,6 +112,30 @@ class ChatTemplate:
                     f"answers count alike; remove it, or give a template that marks the answers that count with "
                     f"{{% generation %}} and reads weight: --sft-chat-template FILE"
                 )
+
+    def _text(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the characters of each answer."""
+        return self._marked(conversation) if self._marks_answers else self._compared(conversation)
+
+    def _check_all_is_written(self, conversation: Conversation, text: str) -> None:
+        """Refuse what the template leaves out without a word: it writes the same text of a conversation with less.
+
+        Of what a template has written once, roles and tools, it is not asked again.
+        """
+        for what, without in _with_less(conversation):
+            if what in self._writes:
+                continue
+            try:
+                is_left_out = self._text(without)[0] == text
+            except UserError:  # it needs what was left out
+                is_left_out = False
+            if is_left_out:
+                raise UserError(
+                    f"{conversation.place}{what}: the chat template of {self._file} does not write them; remove them, "
+                    f"or give a template that does: --sft-chat-template FILE"
+                )
+            if not what.startswith(_OF_A_MESSAGE):
+                self._writes.add(what)
 
     def _marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the characters of each answer as the template marks them."""
@@ -183,6 +212,25 @@ class ChatTemplate:
             raise UserError(
                 f"{conversation.place}: the chat template refuses it ({reason}); correct one of them"
             ) from error
+
+
+def _with_less(conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
+    """(what, the conversation without it or with another one) of all that a template may leave out."""
+    messages = conversation.messages
+    if conversation.tools:
+        yield ": tools", replace(conversation, tools=None)
+    for role in dict.fromkeys(message["role"] for message in messages if message["role"] != ANSWERING):
+        other = [
+            {**message, "content": f"{message['content']}x"} if message["role"] == role else message
+            for message in messages
+        ]
+        yield f": messages of the role {role}", replace(conversation, messages=tuple(other))
+    for index, message in enumerate(messages):
+        if message.get("tool_calls"):
+            plain = {key: value for key, value in message.items() if key != "tool_calls"}
+            plain["content"] = plain["content"] or ""
+            less = (*messages[:index], plain, *messages[index + 1 :])
+            yield f"{_OF_A_MESSAGE}{index + 1}: tool_calls", replace(conversation, messages=less)
 
 
 def _never_ends() -> float:

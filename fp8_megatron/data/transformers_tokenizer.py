@@ -19,10 +19,12 @@ _CONNECT_SECONDS = 10.0
 #: Its files may come from a slow server, or from the hub.
 _LOADING_SECONDS = 300.0
 
+_SETTINGS = "tokenizer_config.json"
+
 #: Files of a Hugging Face tokenizer that are JSON objects.
 JSON_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    _SETTINGS,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -66,6 +68,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 eod, ids = self._tokenizer.eos_token_id, self._tokenizer.get_vocab().values()
                 num_tokens = max(len(self._tokenizer), max(ids, default=0) + 1)  # ids may leave some out
                 self._tokenizer("a", add_special_tokens=False)
+            known = None if folder is None else _tokens_of(Path(folder))
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # a damaged file raises almost anything; a panic of Rust is no Exception
@@ -78,6 +81,13 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(
                 f"tokenizer {what} {model} has no end-of-sequence token, which ends each document: "
                 f"set eos_token in its tokenizer_config.json"
+            )
+        end = str(self._tokenizer.eos_token)
+        if known is not None and end not in known and end not in special_tokens:
+            raise UserError(
+                f"tokenizer {what} {model} has eos_token {end!r}, which its vocabulary lacks: transformers would give "
+                f"it id {eod}, which no model of this tokenizer knows; set eos_token in its tokenizer_config.json to a "
+                f"token that it has, or add it with --tokenizer-special-tokens"
             )
         self._adds_special_tokens = include_special_tokens
         super().__init__(num_tokens, eod, model)
@@ -186,6 +196,20 @@ def _unreachable(endpoint: str) -> str | None:
             return None
     except OSError as error:
         return f"{endpoint} cannot be reached ({error.strerror or error})"
+
+
+def _tokens_of(folder: Path) -> set[str] | None:
+    """The tokens that the JSON files of a tokenizer name; None if its vocabulary is in another kind of file."""
+    files = {name: folder / name for name in ("tokenizer.json", "vocab.json", "added_tokens.json", _SETTINGS)}
+    content = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in files.items() if path.is_file()}
+    if not content.keys() & {"tokenizer.json", "vocab.json"}:
+        return None
+    whole, settings = content.get("tokenizer.json", {}), content.get(_SETTINGS, {})
+    vocabulary = (whole.get("model") or {}).get("vocab") or ()  # pairs of a token and its score for Unigram
+    tokens = {token if isinstance(token, str) else token[0] for token in vocabulary}
+    added = [*(whole.get("added_tokens") or ()), *(settings.get("added_tokens_decoder") or {}).values()]
+    tokens.update(token["content"] if isinstance(token, dict) else str(token) for token in added)
+    return tokens.union(content.get("vocab.json", ()), content.get("added_tokens.json", ()))
 
 
 def check_json_files(folder: Path) -> None:
