@@ -188,11 +188,12 @@ def test_a_stopped_loader_process_is_named_in_seconds_and_ends_the_run_in_time(c
 
 def test_a_loader_process_that_goes_on_again_gives_the_same_batches(caplog):
     """Also one that stops after it has handed out a batch, whose memory it still holds."""
+    others = set(multiprocessing.active_children())
     loader = build_loader(
         Numbered(1000), micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, num_workers=1, timeout_seconds=6
     )
     next(loader)
-    worker = multiprocessing.active_children()[0].pid
+    (worker,) = (process.pid for process in set(multiprocessing.active_children()) - others)
     os.kill(worker, signal.SIGSTOP)
     goes_on = threading.Timer(2.0, os.kill, (worker, signal.SIGCONT))
     goes_on.start()
