@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,41 @@ def test_an_alarm_rings_again_and_gives_back_the_one_before_it() -> None:
     finally:
         signal.signal(signal.SIGALRM, before[0])
         signal.setitimer(signal.ITIMER_REAL, *before[1])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__['os'].system('touch ran') }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{% include 'tokenizer.json' %}",
+        "{% import 'os' as os %}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+    ],
+)
+def test_a_template_reaches_neither_python_nor_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str
+) -> None:
+    """transformers runs templates in Jinja's sandbox."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = HuggingFaceTokenizer(save_chat_tokenizer(tmp_path))
+    (conversation,) = conversations_of(json.dumps(talk("a", "b")).encode(), "x.jsonl:7")
+    with pytest.raises(UserError, match=r"x.jsonl:7: the chat template refuses it"):
+        ChatTemplate(tokenizer, attack + CHATML).encode(conversation)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_in_a_tokenizers_folder_is_not_run(tmp_path: Path) -> None:
+    folder = Path(save_chat_tokenizer(tmp_path))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(
+        f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nclass Own: pass\n"
+    )
+    with suppress(UserError):
+        HuggingFaceTokenizer(str(folder))
+    assert not (tmp_path / "ran").exists()

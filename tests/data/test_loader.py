@@ -160,7 +160,10 @@ def test_loader_processes_end_when_closed_and_when_the_trainer_exits():
     assert trainer.exitcode == 0 and not is_running(pid)
 
 
-def test_a_stopped_loader_process_is_named_in_seconds_and_ends_the_run_in_time(caplog):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_stopped_loader_process_is_named_in_seconds_and_ends_the_run_in_time(caplog, device):
+    """On a GPU's machine a thread pins the batches, and waits for the process too."""
+    torch.zeros(1, device=device)
     loader = build_loader(
         ProcessId(1000),
         micro_batch_size=1,
