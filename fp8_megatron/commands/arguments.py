@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,6 +113,14 @@ def nonempty(word: str) -> str:
         raise argparse.ArgumentTypeError("the text is empty; give one (is a variable of the shell unset?)")
     if "\0" in word:
         raise argparse.ArgumentTypeError(f"{shortened(word)!r} has a NUL character; leave it out")
+    return word
+
+
+def file_prefix(word: str) -> str:
+    """The type of what the names of written files begin with. After a folder alone they would be hidden: ``.bin``."""
+    if os.path.basename(nonempty(word)) in ("", ".", ".."):
+        example = os.path.join(word, "corpus")
+        raise argparse.ArgumentTypeError(f"{word} is a folder; add the start of the files' names, as in {example}")
     return word
 
 

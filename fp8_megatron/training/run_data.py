@@ -11,6 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from ..checkpoint.run_state import Progress
 from ..config.checks import ConfigError
 from ..config.schema import Config, DataConfig
+from ..config.words import shortened
 from ..data.datasets import Datasets, MaskedTail, build_datasets, build_validation_sets
 from ..data.document_bounds import Bounds, DocumentBounds, PositionBounds, most_documents
 from ..data.loader import build_loader
@@ -120,6 +121,8 @@ class RunData:
             shuffles=None if is_whole else _shuffles(self.config.data),
             documents=self._bounds(room),
             part=self.topology.sequence_part,
+            name=_name(self.config.data, split),
+            timeout_seconds=60 * self.config.parallel.distributed_timeout_minutes,
         )
 
     def _bounds(self, room: int | None) -> Bounds | None:
@@ -127,6 +130,11 @@ class RunData:
         if self.config.data.sft:
             return PositionBounds(room)
         return DocumentBounds(self.eod, room) if self.config.data.reset_attention_mask else None
+
+
+def _name(data: DataConfig, split: str) -> str:
+    """What a loader reads, for errors."""
+    return shortened(f"{split} data {' '.join(data.data_path or getattr(data, f'{split}_data_path'))}".strip())
 
 
 def _shuffles(data: DataConfig) -> Literal["sharded", "whole"] | None:
