@@ -119,6 +119,8 @@ def unread_settings(config: Config) -> frozenset[str]:
         unread.add("cuda_graph_warmup_steps")
     if not config.training.validates:
         unread.add("eval_iters")
+    if config.training.full_validation or config.training.skip_train or not config.training.validates:
+        unread.add("eval_fixed_samples")
     if config.optimizer.weight_decay_incr_style != "constant":
         unread.add("weight_decay")
     if config.model.position_embedding_type != "learned_absolute" and not config.data.sft:

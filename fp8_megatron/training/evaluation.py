@@ -35,6 +35,7 @@ def evaluate_split(
     data: RunData,
     split: str,
     *,
+    consumed_samples: int = 0,
     before_each: Callable[[], None],
     report: Callable[[str, float], None],
     own_stop: Callable[[], StopReason | None],
@@ -42,13 +43,14 @@ def evaluate_split(
     """Report the losses of a split, by the names of its sets. All ranks call this together.
 
     Args:
+        consumed_samples: see `RunData.evaluations`.
         own_stop: what this rank asks to stop for, if anything. A request of any rank ends the evaluation without the
             losses that are not known yet.
 
     Returns:
         That request, or None.
     """
-    for one in data.evaluations(split):
+    for one in data.evaluations(split, consumed_samples):
         before_each()
         loss, stop = evaluate(state, one.loader, one.num_batches, over_tokens=one.is_whole, own_stop=own_stop)
         if stop is not None:
@@ -70,7 +72,7 @@ def evaluate_checkpoint(
 ) -> None:
     """Log the losses of the validation and the test data, and add them to `EVALUATIONS_FILE` of --output-dir.
 
-    They are those of a training run that stands at this checkpoint. Nothing is trained, and no file of a run changes.
+    They are those of the first batches, as with --eval-fixed-samples. Nothing is trained, and no file of a run changes.
     All ranks call this together.
 
     Raises:

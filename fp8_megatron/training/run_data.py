@@ -88,8 +88,28 @@ class RunData:
         most = (most_conversations if data.sft else most_documents)(self.datasets.train)
         return self.config.training.micro_batch_size * most
 
-    def evaluations(self, split: str) -> Iterator[Evaluation]:
-        """The passes over a held-out split, always from its start; none if the run has no such split."""
+    @property
+    def samples_of_a_validation(self) -> int:
+        """Samples by which a validation moves the place of the next one."""
+        training = self.config.training
+        return training.eval_iters * self.config.global_batch_size(self.topology.world_size) * training.moves_on
+
+    def validated_samples(self, progress: Progress) -> int:
+        """Samples of the validations before `progress`.
+
+        As Megatron does, a run on steps that has none saved takes those of every --eval-interval before.
+        """
+        training = self.config.training
+        if progress.consumed_valid_samples or self.config.counts_samples or not training.eval_interval:
+            return progress.consumed_valid_samples
+        return progress.iteration // training.eval_interval * self.samples_of_a_validation
+
+    def evaluations(self, split: str, consumed_samples: int = 0) -> Iterator[Evaluation]:
+        """The passes over a held-out split; none if the run has no such split.
+
+        Args:
+            consumed_samples: where they begin. A whole split is read from its start.
+        """
         if split == "valid" and self.validation_sets:
             batch = self.config.global_batch_size(self.topology.world_size)
             for name, dataset in self.validation_sets.items():
@@ -97,7 +117,8 @@ class RunData:
                 whole = MaskedTail(dataset, num_batches * batch)
                 yield Evaluation(name, self._loader(whole, split, 0), num_batches, is_whole=True)
         elif getattr(self.datasets, split) is not None:
-            loader = self._loader(getattr(self.datasets, split), split, 0)
+            # It starts over for a run that validates more often than its flags say now.
+            loader = self._loader(getattr(self.datasets, split), split, consumed_samples, starts_over=True)
             yield Evaluation(split, loader, self.config.training.eval_iters, is_whole=False)
 
     def _loader(
@@ -214,11 +235,13 @@ def open_run_data(config: Config, topology: Topology, progress: Progress | None 
         bool(config.data.data_path) and float(config.data.split.split(",")[-1]) > 0
     )
     is_whole = training.full_validation and training.validates
-    num_eval_samples = training.eval_iters * batch if evaluates else 0
+    num_test_samples = training.eval_iters * batch if evaluates and has_test else 0
+    num_valid_samples = training.eval_iters * batch if evaluates and not is_whole else 0
+    if training.moves_on and evaluates:  # as many as Megatron asks for: their order depends on it
+        num_valid_samples *= config.train_iters(topology.world_size) // training.eval_interval + 1
     train_samples = num_train_samples(config, topology, progress or Progress())
     try:
-        sizes = (train_samples, 0 if is_whole else num_eval_samples, num_eval_samples if has_test else 0)
-        datasets = _datasets(config, sizes, tokenizer)
+        datasets = _datasets(config, (train_samples, num_valid_samples, num_test_samples), tokenizer)
         validation_sets = _validation_sets(config, tokenizer) if is_whole else {}
     except ValueError as error:
         raise ConfigError(str(error)) from error
