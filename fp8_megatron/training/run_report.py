@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoint.run_state import Progress
 from ..config.io import format_changes, save_config
-from ..config.learning_rate import LearningRateSchedule
+from ..config.learning_rate import schedule_notes
 from ..config.schema import Config
 from ..mcore.topology import Topology
 from ..planning.memory import predict_memory
@@ -31,28 +31,16 @@ def log_settings(config: Config, world_size: int) -> None:
     logger.info("settings that differ from their defaults (config.yaml has all)\n%s", format_changes(config))
     if config.precision.is_fp8:
         logger.info("FP8: %s", config.fp8_summary)
-    unit, (asked_by, length) = "steps", ("lr_warmup_iters", "train_iters")
-    if config.counts_samples:
-        unit, (asked_by, length) = "samples", ("lr_warmup_samples", "train_samples")
-    asked = config.optimizer.warmup_counts(config.counts_samples)
-    count = LearningRateSchedule.of(config, world_size).warmup_samples / config.samples_per_count(world_size)
-    if count < asked:
-        logger.warning(
-            "%s(%d) does not fit into %s(%d): the warm-up is cut to %d %s",
-            asked_by,
-            asked,
-            length,
-            config.train_counts,
-            count,
-            unit,
-        )
+    for note in schedule_notes(config, world_size):
+        logger.warning("%s", note)
     batches = config.batch_schedule(world_size)
     if not batches.is_constant:
         logger.info(
-            "the global batch grows from %d to %d samples, which sample %d reaches",
+            "the global batch grows from %d to %d samples, which sample %d reaches%s",
             batches.batch_size(0),
             batches.largest,
             batches.phases[-1][0],
+            "; Megatron-LM 0.20 no longer reads --rampup-batch-size" if config.training.rampup_batch_size else "",
         )
 
 
