@@ -23,6 +23,7 @@ from .files import (
 from .manifest import check_files
 from .megatron_loading import open_megatron_checkpoint
 from .same_model import settings_of_arguments
+from .saved_run import saved_config
 
 #: Settings of the data section that name the tokenizer.
 _TOKENIZER = ("vocab_file", "merge_file", "tiktoken_", "tokenizer_", "null_tokenizer_")
@@ -50,7 +51,7 @@ def settings_of_checkpoint(config: Config) -> Config | None:
     folder = iteration_folder(root, found[0])
     if is_megatron_checkpoint(folder):
         return replace(Config(), model=model_of_arguments(open_megatron_checkpoint(folder).arguments))
-    saved = load_config(_newest_whole([iteration_folder(root, number) for number in found]) / CONFIG)
+    saved = saved_config(_newest_whole([iteration_folder(root, number) for number in found]))
     data = DataConfig()
     if checkpoint.use_tokenizer_model_from_checkpoint_args:
         names = [name for name in DataConfig.__dataclass_fields__ if name.startswith(_TOKENIZER)]

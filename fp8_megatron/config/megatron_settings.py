@@ -125,6 +125,8 @@ def unread_settings(config: Config) -> frozenset[str]:
         unread.add("weight_decay")
     if config.model.position_embedding_type != "learned_absolute" and not config.data.sft:
         unread.add("reset_position_ids")
+    if not config.model.has_gelu:
+        unread |= {"bias_gelu_fusion", "use_te_activation_func"}
     return frozenset(unread)
 
 
