@@ -169,7 +169,7 @@ def reason_of(error: Exception, path: Path | None = None) -> str:
     reason = error.strerror or str(error)
     if path is None:
         return reason
-    if isinstance(error.filename, str) and Path(error.filename) in path.parents:
+    if isinstance(error.filename, str) and not error.filename.startswith(str(path)):
         reason = f"{error.filename}: {reason}"
     free = free_bytes(path)
     return reason + ("" if free is None else f"; {_gigabytes(free)} free on its disk")

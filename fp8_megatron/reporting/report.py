@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..outputs import reason_of, replace_output
+
+#: The removal of a folder takes up to this long.
+_REMOVAL_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +60,9 @@ def write_report(path: Path, content: bytes) -> None:
 class AppendedFile(Report):
     """A file that grows, by whole pieces. It may have other writers.
 
-    A piece that cannot be written leaves nothing behind, and the next one is tried. A file that somebody removes or
-    replaces goes on in a new one under its path.
+    A piece that cannot be written leaves nothing behind, and the next one is tried. A file that somebody replaces goes
+    on in the new one. One that somebody removes is made again some seconds later: at once, it would be in the way of
+    who removes its folder.
 
     Args:
         path: its folder is made.
@@ -67,7 +74,7 @@ class AppendedFile(Report):
         self.path = path
         self._header = header
         self._descriptor = -1
-        self._was_replaced = False
+        self._removed_at = -math.inf
 
     def append(self, content: bytes, *, synced: bool = False) -> None:
         """Write a piece.
@@ -98,15 +105,15 @@ class AppendedFile(Report):
         self.end()
 
     def _open(self) -> None:
-        is_replaced = self._descriptor >= 0 and not self._is_in_place()
-        if self._descriptor >= 0 and not is_replaced:
-            return
-        self.release()
+        if self._descriptor >= 0:
+            if self._is_in_place():
+                return
+            self.release()
+            self._removed_at = time.monotonic()
+        if time.monotonic() - self._removed_at < _REMOVAL_SECONDS and not self.path.exists():
+            raise FileNotFoundError(errno.ENOENT, "somebody removed it during the run", str(self.path))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        if is_replaced and not self._was_replaced:
-            self._was_replaced = True
-            logger.warning("%s was removed or replaced during the run; a new file has what follows", self.path)
 
     def _is_in_place(self) -> bool:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,26 +45,62 @@ def test_every_error_of_the_system_is_one_line(
     assert last == f"{tmp_path / 'file'} is not complete: 2 writes failed"
 
 
-def test_a_file_that_is_removed_or_replaced_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets time pass."""
+    passed = 0.0
+
+    def wait(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: passed)
+    return wait
+
+
+def test_a_file_that_is_removed_is_made_again(
+    tmp_path: Path, passing: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not at once: a folder can be removed while the run writes into it."""
     path = tmp_path / "folder" / "file"
     file = AppendedFile(path, header=b"header\n")
     file.append(b"one\n")
-    shutil.rmtree(path.parent)
+    path.unlink()
     file.append(b"two\n")
-    assert path.read_bytes() == b"header\ntwo\n"
+    path.parent.rmdir()
+    passing(9)
+    file.append(b"three\n")
+    assert not path.parent.exists()
+    passing(2)
+    file.append(b"four\n")
+    assert path.read_bytes() == b"header\nfour\n"
+    file.close()
+    first, last = warnings(caplog)
+    assert f"{path} is not written (somebody removed it during the run; " in first
+    assert last == f"{path} is not complete: 2 writes failed"
+
+
+def test_a_file_that_is_replaced_goes_on_in_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "folder" / "file"
+    file = AppendedFile(path)
+    file.append(b"one\n")
+    path.unlink()
+    path.write_bytes(b"zero\n")
+    file.append(b"two\n")
+    assert path.read_bytes() == b"zero\ntwo\n" and not warnings(caplog)
     path.unlink()
     path.mkdir()
     file.append(b"three\n")
     path.rmdir()
+    path.touch()
     file.append(b"four\n")
-    assert path.read_bytes() == b"header\nfour\n"
+    assert path.read_bytes() == b"four\n"
     shutil.rmtree(path.parent)
     path.parent.write_text("")
     file.append(b"five\n")
     file.close()
-    replaced, failed, missing = warnings(caplog)
-    assert replaced == f"{path} was removed or replaced during the run; a new file has what follows"
-    assert "is not written (Is a directory" in failed and missing == f"{path} is not complete: 2 writes failed"
+    first, last = warnings(caplog)
+    assert "is not written (Is a directory" in first and last == f"{path} is not complete: 2 writes failed"
 
 
 def test_a_piece_that_fits_in_part_leaves_nothing(tmp_path: Path) -> None:
