@@ -15,6 +15,7 @@ from ..config.command_line import flags_of, is_flag, repeated_flags, setting_nam
 from ..config.words import number, shortened, whole_number
 from ..errors import USER_ERROR_STATUS, UserError
 from ..outputs import check_output_file, check_output_folder
+from .program import tell
 
 #: Largest seed that Python, NumPy and torch all take.
 MAX_SEED = 2**32 - 1
@@ -65,7 +66,7 @@ def note_repeated_flags(words: Sequence[str]) -> None:
     """Print one line for each flag that stands more than once before ``--``, with other values each time."""
     own = words[: words.index("--")] if "--" in words else words
     for line in repeated_flags(flags_of(own)):
-        print(f"note: {line}", file=sys.stderr)
+        tell(f"note: {line}")
 
 
 def whole(*, least: int = 1, most: int = MAX_COUNT) -> Callable[[str], int]:
