@@ -86,19 +86,21 @@ def whole(*, least: int = 1, most: int = MAX_COUNT) -> Callable[[str], int]:
     return parse
 
 
-def real(*, least: float = -math.inf, above: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
-    """The type of a finite number within limits."""
+def real(
+    *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, or_zero: bool = False
+) -> Callable[[str], float]:
+    """The type of a finite number within limits, or of 0 too."""
 
     def parse(word: str) -> float:
         bounds = [f"{least:g} or more"] if least > -math.inf else []
         bounds += [f"more than {above:g}"] if above > -math.inf else []
         bounds += [f"at most {most:g}"] if most < math.inf else []
-        limits = " and ".join(bounds) or "a finite number"
+        limits = ("0, or " if or_zero else "") + (" and ".join(bounds) or "a finite number")
         try:
             value = number(word)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{shortened(word)!r} is not a number; give {limits}") from None
-        if not (math.isfinite(value) and least <= value <= most and value > above):
+        if not ((math.isfinite(value) and least <= value <= most and value > above) or (or_zero and value == 0)):
             raise argparse.ArgumentTypeError(f"{shortened(word)} is out of range; give {limits}")
         return value
 
