@@ -125,6 +125,7 @@ class MetricsLogger:
         kept_until = 0 if replaces_other_run else resume_iteration
         self._file = MetricsFile(output_dir / METRICS_FILE, resume_iteration=kept_until)
         self._health_file = MetricsFile(output_dir / HEALTH_FILE, resume_iteration=kept_until)
+        self._file.make()
         self._history.restore(self._file.kept)
         self._sinks = open_sinks(config, output_dir, resume_iteration=kept_until, run_config=run_config)
         if wants_progress_bar(config):

@@ -59,6 +59,10 @@ class MetricsFile:
         with self._file.writing():
             self._cut()
 
+    def make(self) -> None:
+        """Make an empty file, if there is none. Without this, the first record does."""
+        self._file.append(b"")
+
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line in one call, so that readers find whole lines, also after a crash."""
         if self._is_cut:
