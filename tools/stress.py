@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fp8_megatron.commands.arguments import Parser, output_folder, real, whole
-from fp8_megatron.commands.program import exit_status
+from fp8_megatron.commands.program import LogOnStdout, exit_status
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.cast_statistics import HealthSample
 from fp8_megatron.reporting.run_log import EVENTS_FILE, EventKind, events_of_run, last_run, read_events
@@ -67,7 +67,7 @@ def first_changes(samples: Sequence[HealthSample]) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Train and report; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, handlers=[LogOnStdout()])
     config = parse_config([*options.flags, "--output-dir", str(options.run)])
     samples: list[HealthSample] = []
     plain_loader, plain_step, plain_sampled = RunData.train_loader, training_run.train_step, SpikeGuard.sampled

@@ -55,7 +55,7 @@ def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = Fals
 
 def saved_model_settings(folder: Path) -> dict[str, Any]:
     """The settings of the model in a checkpoint's ``config.yaml``, without those that cannot be read."""
-    found = model_settings(_saved_settings(folder))
+    found = model_settings(saved_settings(folder, "model"))
     return {**found, "use_te_activation_func": True} if _has_one_gelu(found) else found
 
 
@@ -76,14 +76,14 @@ def _has_one_gelu(stated: Collection[str]) -> bool:
     return bool(stated) and "bias_gelu_fusion" not in stated
 
 
-def _saved_settings(folder: Path) -> dict[str, Any]:
-    """The model section of ``config.yaml``, unchecked; empty if it is missing or not a mapping."""
+def saved_settings(folder: Path, section: str) -> dict[str, Any]:
+    """A section of ``config.yaml``, unchecked; empty if it is missing or not a mapping."""
     try:
         content = yaml.safe_load(read_file(folder / CONFIG))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    section = content.get("model") if isinstance(content, dict) else None
-    return section if isinstance(section, dict) else {}
+    found = content.get(section) if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)

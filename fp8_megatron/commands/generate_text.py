@@ -23,8 +23,8 @@ from .program import exit_status, prepare_megatron
 
 #: A token takes a forward pass over the whole context, so more would take days.
 MAX_TOKENS = 1_000_000
-#: Beyond it the draw is uniform among the --top-k tokens.
-MAX_TEMPERATURE = 1e6
+#: Below the first the draw is that of 0, and the scaled logits leave FP32. Beyond the other it is uniform.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 
 
 def main(words: Sequence[str] | None = None, prog: str = "generate_text.py") -> int:
@@ -43,7 +43,7 @@ def parse_arguments(words: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=whole(most=MAX_TOKENS), default=48, help="tokens to add (default 48)")
     parser.add_argument(
         "--temperature",
-        type=real(least=0, most=MAX_TEMPERATURE),
+        type=real(least=MIN_TEMPERATURE, most=MAX_TEMPERATURE, or_zero=True),
         default=0.7,
         help="0 takes the most likely token (default 0.7)",
     )

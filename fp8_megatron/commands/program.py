@@ -12,9 +12,12 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from ..errors import USER_ERROR_STATUS, UserError, printable
+from ..outputs import reason_of
 from .error_log import folder_of, write_error_log
 from .machine_errors import machine_error
 
@@ -43,14 +46,58 @@ def exit_status(body: Callable[[], int | None], *errors: type[Exception]) -> int
         interrupt gives a shell's status of SIGINT, and that of SIGPIPE means that nobody reads stdout.
     """
     try:
-        return body() or 0
+        status = body() or 0
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        tell("interrupted")
         return 128 + signal.SIGINT
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             return 128 + signal.SIGPIPE
+        if isinstance(error, OSError) and error.filename is None and not leave(sys.stdout, "\n"):
+            error = UserError(f"stdout is not written ({reason_of(error)}); send it to a file that has room")
         return _report(error, (UserError, *errors))
+    finally:
+        leave(sys.stdout)
+        leave(sys.stderr)
+
+
+def tell(line: str) -> None:
+    """Print a line on stderr, if that takes it."""
+    with suppress(OSError):
+        print(printable(line, keep="\n"), file=sys.stderr, flush=True)
+
+
+def leave(stream: TextIO, end: str = "") -> bool:
+    """Write what stdout or stderr still holds, and `end`; whether it takes that.
+
+    If not, it is dropped. At its exit, Python would fail of it with another status.
+    """
+    try:
+        print(end=end, file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return False
+    return True
+
+
+class LogOnStdout(logging.StreamHandler[TextIO]):
+    """The log of a run. One line on stderr says that stdout takes no more, as on a full disk; the run goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+        self.setFormatter(LineFormatter())
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called in the handler of an exception."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            tell(f"the log on stdout is not written ({reason_of(error)}); the run goes on")
 
 
 def _report(error: Exception, users: tuple[type[Exception], ...]) -> int:
@@ -70,13 +117,10 @@ def _report(error: Exception, users: tuple[type[Exception], ...]) -> int:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader of stdout has left, as `head` does. Python then writes nothing more to it at its exit."""
+    """Whether the reader of stdout has left, as `head` does."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None:
@@ -90,7 +134,7 @@ def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None
     rank = os.environ.get("RANK", "0")
     if not _is_told(str(error), patient=rank != "0"):
         teller = "" if rank == "0" else f" on rank {rank}"
-        print(printable(f"{kind}{teller}: {error}{note}", keep="\n"), file=sys.stderr, flush=True)
+        tell(f"{kind}{teller}: {error}{note}")
 
 
 def _is_told(text: str, *, patient: bool) -> bool:

@@ -13,9 +13,9 @@ from ..checkpoint.files import iteration_folder
 from ..config.schema import Config
 from ..mcore.runtime import seed_everything
 from ..mcore.topology import Topology
-from ..outputs import writing_to
 from ..reporting.metrics import EvalMetrics, eval_line
 from ..reporting.metrics_file import json_line
+from ..reporting.report import AppendedFile
 from ..watch.failures import RankWatch
 from .build import TrainingState, build_training_state
 from .room import check_memory
@@ -112,9 +112,7 @@ def _report(config: Config, checkpoint: Path, metrics: EvalMetrics) -> None:
     logger.info("%s", eval_line(metrics, total_iterations=None))
     if config.logging.output_dir is None:
         return
-    folder = Path(config.logging.output_dir)
-    with writing_to(folder, "--output-dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-        record = {"checkpoint": str(checkpoint), "precision": config.precision.level, **asdict(metrics)}
-        with (folder / EVALUATIONS_FILE).open("a") as lines:
-            lines.write(json_line(record))
+    record = {"checkpoint": str(checkpoint), "precision": config.precision.level, **asdict(metrics)}
+    lines = AppendedFile(Path(config.logging.output_dir) / EVALUATIONS_FILE)
+    lines.append(json_line(record).encode())
+    lines.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.run_state import Progress
-from ..config.io import format_changes, save_config
+from ..config.io import config_text, format_changes
 from ..config.learning_rate import schedule_notes
 from ..config.schema import Config
 from ..mcore.topology import Topology
@@ -20,6 +20,7 @@ from ..reporting.memory_report import memory_table
 from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
 from ..reporting.metrics_file import METRICS_FILE
 from ..reporting.plot import plot_losses
+from ..reporting.report import Report, write_report
 from .build import TrainingState, measured_storage
 from .step_results import StepResult
 
@@ -90,7 +91,7 @@ class RunReport:
         """Write ``config.yaml`` and the memory table."""
         if not self._is_writer:
             return
-        save_config(self._config, self._output_dir / "config.yaml")
+        write_report(self._output_dir / "config.yaml", config_text(self._config).encode())
         memory = memory_table(
             measured_storage(state),
             self._config.precision.formats,
@@ -98,7 +99,7 @@ class RunReport:
             level=self._config.precision.level,
             num_optimizer_shards=self._topology.replicas.size,
         )
-        (self._output_dir / "memory.txt").write_text(memory + "\n")
+        write_report(self._output_dir / "memory.txt", f"{memory}\n".encode())
         logger.info("%s", memory)
 
     def step(self, result: StepResult, progress: Progress) -> None:
@@ -147,10 +148,9 @@ class RunReport:
         self._metrics.close()
         model = self._config.model
         title = f"GPT, {model.num_layers} layers × {model.hidden_size}, {self._config.precision.level}"
-        try:
-            plot_losses(self._output_dir / METRICS_FILE, self._output_dir / "loss.png", title=title)
-        except (OSError, ValueError) as error:
-            logger.warning("no loss curve: %s", error)
+        figure = self._output_dir / "loss.png"
+        with Report(figure).writing():
+            plot_losses(self._output_dir / METRICS_FILE, figure, title=title)
         logger.info("%s", summary)
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from ..checkpoint.run_identity import RunIdentity, own_restart, saved_by
 from ..checkpoint.run_lock import RunLock
 from ..checkpoint.run_state import Progress, Resumable
 from ..checkpoint.saved_run import differing_setting
+from ..checkpoint.saved_settings import differing_order
 from ..checkpoint.saving import CheckpointWriter, Retention
 from ..config.folder_checks import load_problem
 from ..config.schema import CheckpointConfig, Config
@@ -120,6 +121,18 @@ def check_what_is_loaded(config: Config) -> None:
         problem = differing_setting(folder, config.model, finetune=finetune)
     if problem is not None:
         raise CheckpointError(problem)
+
+
+def warn_of_another_order(config: Config, source: Source, progress: Progress) -> None:
+    """Warn if the samples behind a checkpoint were drawn in another order: some of them come again, others never."""
+    differing = differing_order(iteration_folder(source.root, progress.iteration), config)
+    if differing and progress.consumed_samples:
+        logger.warning(
+            "the order of samples is not the checkpoint's (%s): some of its %d samples may come again; give its "
+            "values, or --finetune to begin anew",
+            ", ".join(differing),
+            progress.consumed_samples,
+        )
 
 
 def checkpoint_writer(config: Config, topology: Topology, start: RunStart, iteration: int) -> CheckpointWriter | None:

@@ -32,7 +32,7 @@ from .room import check_memory, check_room
 from .run_data import RunData, open_run_data
 from .run_events import RunEvents
 from .run_report import RunReport, log_settings
-from .run_start import RunStart, checkpoint_writer
+from .run_start import RunStart, checkpoint_writer, warn_of_another_order
 from .step_outcomes import StepOutcomes
 from .step_results import PendingStep
 from .stopping import SignalHandler, StopReason, TrainingDiverged
@@ -399,6 +399,7 @@ class TrainingRun:
                 logger.info("took the weights of %s", source.root)
             else:
                 logger.info("resumed from %s at iteration %d", source.root, progress.iteration)
+                warn_of_another_order(self.config, source, progress)
         return progress
 
     def _save(self) -> None:

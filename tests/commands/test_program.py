@@ -231,3 +231,36 @@ def test_control_characters_are_shown_as_escapes(capsys: pytest.CaptureFixture[s
     record = logging.LogRecord("x", logging.INFO, "", 0, "%s\n\t%s", (hostile, "next"), None)
     assert LineFormatter().format(record) == r"a\x1b[31m\u202eb\x9b" + "\n\tnext"
     assert str(UserError("one\ntwo")) == "one\ntwo" and UserError(3).args == (3,)
+
+
+_PROGRAM = """
+import logging, sys
+from fp8_megatron.commands.program import LogOnStdout, exit_status, leave
+def product():
+    print("a figure")
+def run():
+    logging.basicConfig(level=logging.INFO, handlers=[LogOnStdout()])
+    for step in range(3):
+        logging.info("step %d", step)
+    leave(sys.stdout)
+sys.exit(exit_status({body}))
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("body", "status", "line"),
+    [
+        ("product", 2, "error: stdout is not written (No space left on device); send it to a file that has room"),
+        ("run", 0, "the log on stdout is not written (No space left on device); the run goes on"),
+    ],
+)
+def test_a_full_disk_behind_stdout(body: str, status: int, line: str, unbuffered: str) -> None:
+    """It ends no run. A program whose product is what it prints says that this is lost. Neither prints a traceback."""
+    words = [sys.executable, "-c", _PROGRAM.format(body=body)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(words, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert (ended.returncode, ended.stderr.splitlines()) == (status, [line])
+        ended = subprocess.run(words, env=environment, stdout=full, stderr=full, check=False)
+        assert ended.returncode == status

@@ -283,6 +283,19 @@ def test_held_out_data_that_nothing_reads_is_said(tmp_path: Path, flags: str, un
         assert notes == () if unread is None else notes[0].startswith(unread)
 
 
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--eval-interval 1 --eval-iters 0", "eval_interval(1) with eval_iters(0) evaluates nothing; give"),
+        ("--eval-interval 1 --eval-iters 0 --full-validation --data-path a", None),
+        ("--eval-iters 0 --data-path a", None),
+    ],
+)
+def test_an_interval_of_no_evaluation_is_said(flags: str, note: str | None) -> None:
+    notes = [line for line in parse_command_line(["--bf16", *flags.split()]).notes if "evaluates nothing" in line]
+    assert len(notes) == (note is not None) and all(line.startswith(str(note)) for line in notes)
+
+
 def test_the_split_of_a_file_gives_way_to_paths_of_each_part() -> None:
     given = ["--config", str(CONFIGS / "gpt_7b.yaml")]
     assert parse_config(given).data.split == "969,31,0"
