@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import USER_ERROR_STATUS, UserError, printable
+from ..outputs import drop_closed_streams
 from .error_log import folder_of, write_error_log
 from .machine_errors import machine_error
 
@@ -43,14 +43,26 @@ def exit_status(body: Callable[[], int | None], *errors: type[Exception]) -> int
         interrupt gives a shell's status of SIGINT, and that of SIGPIPE means that nobody reads stdout.
     """
     try:
+        _check_working_folder()
         return body() or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+        if drop_closed_streams() and isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         return _report(error, (UserError, *errors))
+    finally:
+        drop_closed_streams()
+
+
+def _check_working_folder() -> None:
+    """Raise `UserError` if the current folder was removed. Relative paths mean nothing there, and libraries abort."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        named = f" {os.environ['PWD']}" if "PWD" in os.environ else ""
+        raise UserError(f"the working folder{named} is gone; change to a folder that exists (cd)") from error
 
 
 def _report(error: Exception, users: tuple[type[Exception], ...]) -> int:
@@ -67,16 +79,6 @@ def _report(error: Exception, users: tuple[type[Exception], ...]) -> int:
     line = f"{type(error).__name__}: {said[:_LONGEST_LINE]}" if said else type(error).__name__
     show(line, kind="internal error", note=f"; {place}; {TRACEBACK_VARIABLE}=1 prints it here")
     return INTERNAL_ERROR_STATUS
-
-
-def _stdout_is_closed() -> bool:
-    """Whether the reader of stdout has left, as `head` does. Python then writes nothing more to it at its exit."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None:
@@ -96,12 +98,14 @@ def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None
 def _is_told(text: str, *, patient: bool) -> bool:
     """Whether another rank of this node has told `text`. If not, this rank will.
 
-    torchrun gives each rank a folder for its error file. Their parent, which the ranks share, holds the marks.
+    torchrun gives each rank a folder for its error file. Their parent, which the ranks share, holds the marks. An error
+    file that a user named is no such place: the marks of an earlier run would stay there.
     """
-    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    mark = Path(own_file).parents[1] / f"told_{zlib.crc32(text.encode(errors='replace')):08x}" if own_file else None
+    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    name = f"told_{zlib.crc32(text.encode(errors='replace')):08x}"
+    mark = Path(own_file).parent.parent / name if own_file else None
     end = time.monotonic() + (_OTHERS_WAIT_SECONDS if patient else 0)
-    while time.monotonic() < end and not (mark and mark.exists()):
+    while time.monotonic() < end and not (mark and os.path.exists(mark)):  # False where it may not look
         time.sleep(0.1)
     try:
         if mark:
