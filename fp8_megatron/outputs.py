@@ -6,6 +6,7 @@ Every error names the flag, the path, the reason and the free space of its disk.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import stat
 import tempfile
@@ -15,8 +16,28 @@ from pathlib import Path
 
 from .errors import UserError
 
+#: Of stdout and stderr.
+_STREAMS = (1, 2)
 #: Size of the file that is tried. A disk that is full still takes an empty one.
 _PROBE_BYTES = 4096
+
+
+def drop_closed_streams() -> bool:
+    """Send stdout and stderr nowhere, each if nobody reads it any more: a pipe's reader has left (`head`), or the
+    terminal has closed. Python would fail at the next line, and at its exit.
+
+    Returns:
+        Whether stdout is one of them.
+    """
+    poll = select.poll()
+    for number in _STREAMS:
+        poll.register(number, 0)
+    closed = [number for number, event in poll.poll(0) if event & select.POLLERR]
+    for number in closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+    return _STREAMS[0] in closed
 
 
 def check_output_file(path: Path, name: str) -> None:

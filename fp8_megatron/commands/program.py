@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..errors import USER_ERROR_STATUS, UserError, printable
-from ..outputs import reason_of
+from ..outputs import drop_closed_streams, reason_of
 from .error_log import folder_of, write_error_log
 from .machine_errors import machine_error
 
@@ -46,6 +45,7 @@ def exit_status(body: Callable[[], int | None], *errors: type[Exception]) -> int
         interrupt gives a shell's status of SIGINT, and that of SIGPIPE means that nobody reads stdout.
     """
     try:
+        _check_working_folder()
         status = body() or 0
         sys.stdout.flush()
         return status
@@ -53,7 +53,7 @@ def exit_status(body: Callable[[], int | None], *errors: type[Exception]) -> int
         tell("interrupted")
         return 128 + signal.SIGINT
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+        if drop_closed_streams() and isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         if isinstance(error, OSError) and error.filename is None and not leave(sys.stdout, "\n"):
             error = UserError(f"stdout is not written ({reason_of(error)}); send it to a file that has room")
@@ -100,6 +100,15 @@ class LogOnStdout(logging.StreamHandler[TextIO]):
             tell(f"the log on stdout is not written ({reason_of(error)}); the run goes on")
 
 
+def _check_working_folder() -> None:
+    """Raise `UserError` if the current folder was removed. Relative paths mean nothing there, and libraries abort."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        named = f" {os.environ['PWD']}" if "PWD" in os.environ else ""
+        raise UserError(f"the working folder{named} is gone; change to a folder that exists (cd)") from error
+
+
 def _report(error: Exception, users: tuple[type[Exception], ...]) -> int:
     """Tell an error in one line; the exit status."""
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
@@ -114,13 +123,6 @@ def _report(error: Exception, users: tuple[type[Exception], ...]) -> int:
     line = f"{type(error).__name__}: {said[:_LONGEST_LINE]}" if said else type(error).__name__
     show(line, kind="internal error", note=f"; {place}; {TRACEBACK_VARIABLE}=1 prints it here")
     return INTERNAL_ERROR_STATUS
-
-
-def _stdout_is_closed() -> bool:
-    """Whether the reader of stdout has left, as `head` does."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None:
@@ -140,12 +142,14 @@ def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None
 def _is_told(text: str, *, patient: bool) -> bool:
     """Whether another rank of this node has told `text`. If not, this rank will.
 
-    torchrun gives each rank a folder for its error file. Their parent, which the ranks share, holds the marks.
+    torchrun gives each rank a folder for its error file. Their parent, which the ranks share, holds the marks. An error
+    file that a user named is no such place: the marks of an earlier run would stay there.
     """
-    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    mark = Path(own_file).parents[1] / f"told_{zlib.crc32(text.encode(errors='replace')):08x}" if own_file else None
+    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    name = f"told_{zlib.crc32(text.encode(errors='replace')):08x}"
+    mark = Path(own_file).parent.parent / name if own_file else None
     end = time.monotonic() + (_OTHERS_WAIT_SECONDS if patient else 0)
-    while time.monotonic() < end and not (mark and mark.exists()):
+    while time.monotonic() < end and not (mark and os.path.exists(mark)):  # False where it may not look
         time.sleep(0.1)
     try:
         if mark:

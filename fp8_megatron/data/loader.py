@@ -301,8 +301,8 @@ def _ignore_signals(_worker: int) -> None:
 
     The trainer needs batches until it has finished the step and saved. Then it ends the loader process itself.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _close(loader: weakref.ref[BatchLoader]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..config.schema import DataConfig
+from ..device.rendezvous import talk_over_loopback
 from ..errors import UserError
 from .token_files import Blend, number_in
 
@@ -111,6 +112,7 @@ def process_group() -> Iterator[None]:
     if torch.distributed.is_initialized():
         yield
         return
+    talk_over_loopback()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         yield

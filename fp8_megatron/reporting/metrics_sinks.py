@@ -8,8 +8,9 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -154,13 +155,36 @@ class WandbSink:
         self._report.end()
 
 
+class _TerminalThatMayClose(io.TextIOBase):
+    """Stderr. What the terminal does not take, since it has closed, is dropped: a bar ends no run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
 class ProgressBar:
     """A bar with the remaining time on stderr's last line. Log lines are printed above it."""
 
     def __init__(self, *, total: int, completed: int) -> None:
         """Show the bar, with `completed` of `total` steps already done."""
         # soft_wrap: the terminal wraps a long log line, so that it stays one line when copied.
-        console = Console(stderr=True, force_terminal=True, soft_wrap=True)
+        stderr = cast("TextIO", _TerminalThatMayClose(sys.stderr))
+        console = Console(file=stderr, force_terminal=True, soft_wrap=True)
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
