@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,3 +129,35 @@ def test_the_first_of_several_nodes_listens_at_the_address_that_is_named() -> No
     kept = _created(Placement(1, num_nodes=2, master_addr="127.0.0.9", master_port=29533))
     assert listening() - before == {("127.0.0.9", 29533)}
     del kept
+
+
+class _Hostile:
+    """Un-pickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_a_hostile_store_runs_no_code_in_a_launcher(tmp_path: Path) -> None:
+    """Whatever a neighbour puts under the keys that a launcher reads, it is no program."""
+    mark = tmp_path / "ran"
+    pickled = pickle.dumps(_Hostile(mark))
+    pickle.loads(pickled)
+    assert mark.exists(), "the object is not hostile"
+    mark.unlink()
+    for value in (pickled, base64.b64encode(pickled)):
+        store = torch.distributed.HashStore()
+        nodes = [_node(store, node, 2) for node in range(2)]
+        keys = torch.distributed.PrefixStore("fp8_megatron/launch/run", store)
+        for key in ("1/0", "1/1", "1/asked", "2/asked", node_rendezvous._CLOSED):
+            keys.set(key, value)
+        assert [node.num_nodes_waiting() for node in nodes] == [1, 1]
+        assert all(node.is_closed() for node in nodes)
+        keys.set("round", value)
+        for node in nodes:
+            with suppress(Exception):  # what is no number is an error
+                node.next_rendezvous()
+    assert not mark.exists()
