@@ -81,6 +81,6 @@ def decode(payload: Tensor, scale: Tensor | None = None) -> Tensor:
 
 def _decode_fp8_by_table(payload: Tensor) -> Tensor:
     # A CPU's own float8 → float32 cast is scalar; a 256-entry table is equally exact and three times as fast.
-    codes = torch.arange(256, dtype=torch.uint8).view(payload.dtype).float()
+    codes = torch.arange(256, dtype=torch.uint8, device=payload.device).view(payload.dtype).float()
     index = payload.contiguous().view(torch.uint8).view(-1).int()
     return codes.index_select(0, index).view(payload.shape)

@@ -29,8 +29,9 @@ from fp8_megatron.config.learning_rate import schedule_notes
 from fp8_megatron.data import loader as loader_module
 from fp8_megatron.data.splits import process_group
 from fp8_megatron.data.tokenizer import NullTokenizer
+from fp8_megatron.device import host_copy
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
-from fp8_megatron.training import step_results, training_run
+from fp8_megatron.training import training_run
 from fp8_megatron.training.schedule import RunSchedule
 from fp8_megatron.training.stopping import StopReason
 from fp8_megatron.training.trainer import Trainer
@@ -478,7 +479,7 @@ def test_the_time_of_what_is_left_out_is_no_steps(tmp_path: Path, monkeypatch: p
 
         return slow
 
-    monkeypatch.setattr(step_results, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(host_copy, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(training_run, "train_step", taking(1, training_run.train_step))
     monkeypatch.setattr(training_run.TrainingRun, "_leave_out", taking(100, training_run.TrainingRun._leave_out))
     records = fit(tmp_path, train_iters=4, iterations_to_skip=[1, 3])
