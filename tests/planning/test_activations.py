@@ -14,14 +14,10 @@ from fp8_megatron.planning.activations import layer_bytes_per_token, predict_hos
 from fp8_megatron.planning.vocabulary import padded_vocab_size
 from tests.planning.recorded_runs import ROOT, RecordedRun, read, recorded_runs
 
-#: Runs of code that held more than today's: six buckets in flight, recordings that held all gathered weights or all
-#: messages between stages, and the tensors of RoPE by megatron-core's elementwise kernels.
+#: Runs of code that held more than today's: recordings that held all messages between stages.
 OLDER = {
-    "gpt7b_4h200_micro2x1.json: O3-lean": 0.9445,
-    "gpt7b_13b_2h200_graph.json: GPT-7B, O3-fast, graph": 0.940,
     "gpt7b_pp4_4h200.json: O3-fast, two chunks a stage": 0.9157,
     "gpt7b_16layers_pp2_2h200.json: recorded, every message held": 0.8819,
-    "llama7b_2h200.json: O3-fast, RoPE by elementwise kernels": 0.9246,
 }
 #: Predicted over measured of GPT-345M's recorded runs with validation. O3's recording has gaps of 2.2 GB.
 WITH_VALIDATION = {"bf16": 0.994, "fast": 0.992, "O3": 0.909}
