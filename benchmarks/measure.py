@@ -111,19 +111,6 @@ PARTS = {
             _compare(to, "1.3b", "1.3b", _WITH_AND_WITHOUT_GRAPH, micro=8),
         ],
     ),
-    "exchanges": Part(
-        2,
-        "GEMMs with the rows they exchange over two tensor-parallel ranks",
-        lambda to: [["torchrun", "2", "tensor_parallel.py", "--output", str(to.folder / "exchanges.json")]],
-    ),
-    "context": Part(
-        4,
-        "attention over sequences that two and four ranks share, beside one rank",
-        lambda to: [
-            ["torchrun", str(gpus), "context_parallel.py", "--output", str(to.folder / f"context_{gpus}.json")]
-            for gpus in (2, 4)
-        ],
-    ),
     "7b-2gpus": Part(
         2,
         "GPT-7B over two data-parallel GPUs",
