@@ -228,7 +228,7 @@ def resolved(command: Sequence[str]) -> list[str]:
     if command[0] == "torchrun":
         _, ranks, script, *flags = command
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        return [sys.executable, *launcher, script if "/" in script else f"benchmarks/{script}", *flags]
+        return [sys.executable, *launcher, script, *flags]
     script, *flags = command
     return [sys.executable, f"benchmarks/{script}", *flags]
 

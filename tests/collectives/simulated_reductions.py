@@ -1,8 +1,8 @@
 """Ways of reducing gradients over virtual ranks, and their signal-to-noise ratio against FP64.
 
-The collectives' own functions round and sum; only the wire is missing. Mode nccl is the emulated ring. The gradient has
-eight tensors whose magnitudes lie a decade apart. Within each, blocks of 128 spread over two decades. The worst tensor's
-ratio counts. `Kind` says how the ranks' gradients are related.
+The collectives' own functions round and sum; only the wire is missing. Mode nccl is the emulated ring. The gradient
+has eight tensors whose magnitudes lie a decade apart. Within each, blocks of 128 spread over two decades. The worst
+tensor's ratio counts. `Kind` says how the ranks' gradients are related.
 """
 
 from __future__ import annotations

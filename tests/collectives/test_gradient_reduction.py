@@ -15,8 +15,14 @@ from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.formats import GRAD_BLOCK, GradReduceMode, StorageDtype
 from fp8_megatron.quantization.stats import snr_db
+from tests.collectives.simulated_reductions import (
+    NUM_TENSORS,
+    GradientSource,
+    reduce_all_to_all,
+    reduce_hierarchical,
+    reduce_nccl,
+)
 from tests.harness.ranks import RankPool, on_default_group
-from tests.collectives.simulated_reductions import NUM_TENSORS, GradientSource, reduce_all_to_all, reduce_hierarchical, reduce_nccl
 
 CPU = torch.device("cpu")
 FP8, BF16, FP32 = StorageDtype.FP8, StorageDtype.BF16, StorageDtype.FP32
