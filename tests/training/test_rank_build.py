@@ -242,7 +242,7 @@ def test_heads_for_sequences() -> None:
     ("length", "flags", "bound"), [(268288, "", 2e-3), (524288, "--mlp-chunks-for-training 64", 1.5e-2)]
 )
 def test_the_longest_sequences_of_docs(length: int, flags: str, bound: float) -> None:
-    """docs/llama.md quotes the differences for Llama-3-8B."""
+    """Of Llama-3-8B: the built peak differs by less than 0.2%, with MLPs in chunks by less than 1.5%."""
     flags += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --loss-chunk-size 8192 "
     flags += f"--cpu-offloading-num-layers 31 --global-batch-size 1 --seq-length {length} --cuda-graph-impl none"
     config = parse_config(f"--config {ROOT}/configs/llama_8b.yaml {ROOT}/configs/fast.yaml --mock-data {flags}".split())
