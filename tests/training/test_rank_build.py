@@ -169,9 +169,9 @@ def _quoted(row: str) -> float:
         pytest.param("--pipeline-model-parallel-size 4", 3, None, marks=pytest.mark.slow),
         pytest.param("--pipeline-model-parallel-size 4 --precision bf16", 0, "BF16", marks=pytest.mark.slow),
         pytest.param("--pipeline-model-parallel-size 4 --precision bf16", 3, None, marks=pytest.mark.slow),
-        pytest.param("", 0, "stage 0", marks=pytest.mark.slow),
-        pytest.param("", 1, "stage 1", marks=pytest.mark.slow),
-        pytest.param("", 15, "stage 15", marks=pytest.mark.slow),
+        pytest.param("", 0, None, marks=pytest.mark.slow),
+        pytest.param("", 1, None, marks=pytest.mark.slow),
+        pytest.param("", 15, None, marks=pytest.mark.slow),
     ],
 )
 def test_gpt_175b_on_128_gpus(flags: str, stage: int, row: str | None) -> None:
