@@ -224,7 +224,8 @@ def activations(device: torch.device, tokens: int, width: int, kind: str) -> Ite
     n = tokens * width
     z = _rotating(device, tokens, columns * width)
     grad = _rotating(device, tokens, width)
-    title = {"gelu": "GELU", "squared_relu": "squared ReLU", "swiglu": "SwiGLU", "quick_geglu": "quick GEGLU"}[kind]
+    titles = {"gelu": "GELU", "gelu_erf": "GELU (erf)", "squared_relu": "squared ReLU", "swiglu": "SwiGLU"}
+    title = {**titles, "quick_geglu": "quick GEGLU"}[kind]
     scaling = _Scaling(device)
     for name, passes, scale in scaling:
         yield _activation(f"{title} → E4M3, {name} {at}", z, kind, scale, (2 * columns * passes + 1) * n)

@@ -13,8 +13,8 @@ class UserError(ValueError):
     be printed is written as an escape.
     """
 
-    def __init__(self, *parts: object) -> None:
-        super().__init__(*(printable(part, keep="\n") if isinstance(part, str) else part for part in parts))
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 def printable(text: str, *, keep: str = "") -> str:

@@ -6,6 +6,7 @@ Every error names the flag, the path, the reason and the free space of its disk.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import stat
 import tempfile
@@ -15,8 +16,28 @@ from pathlib import Path
 
 from .errors import UserError
 
+#: Of stdout and stderr.
+_STREAMS = (1, 2)
 #: Size of the file that is tried. A disk that is full still takes an empty one.
 _PROBE_BYTES = 4096
+
+
+def drop_closed_streams() -> bool:
+    """Send stdout and stderr nowhere, each if nobody reads it any more: a pipe's reader has left (`head`), or the
+    terminal has closed. Python would fail at the next line, and at its exit.
+
+    Returns:
+        Whether stdout is one of them.
+    """
+    poll = select.poll()
+    for number in _STREAMS:
+        poll.register(number, 0)
+    closed = [number for number, event in poll.poll(0) if event & select.POLLERR]
+    for number in closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+    return _STREAMS[0] in closed
 
 
 def check_output_file(path: Path, name: str) -> None:
@@ -96,10 +117,15 @@ def write_output(path: Path, content: bytes, name: str = "") -> None:
     Raises:
         UserError: it cannot be written.
     """
-    target = Path(os.path.realpath(path))
     with writing_to(path, name):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(target, content, aside=target.with_name(f"{target.name}.{os.getpid()}.partial"))
+        replace_output(path, content)
+
+
+def replace_output(path: Path, content: bytes) -> None:
+    """As `write_output`, with the system's own error."""
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(target, content, aside=target.with_name(f"{target.name}.{os.getpid()}.partial"))
 
 
 def replace_file(path: Path, content: bytes, *, aside: Path) -> None:
@@ -156,11 +182,22 @@ def _try_writing(folder: Path, path: Path, name: str) -> None:
         raise UserError(_problem(path, name, error)) from error
 
 
-def _problem(path: Path, name: str, error: OSError | ValueError) -> str:
-    reason = getattr(error, "strerror", None) or error
+def reason_of(error: Exception, path: Path | None = None) -> str:
+    """Why something was not written: the system's words with the free space of the path's disk, or another error's."""
+    error = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    if not isinstance(error, OSError):
+        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    reason = error.strerror or str(error)
+    if path is None:
+        return reason
+    if isinstance(error.filename, str) and not error.filename.startswith(str(path)):
+        reason = f"{error.filename}: {reason}"
     free = free_bytes(path)
-    space = "" if free is None else f"; {_gigabytes(free)} free on its disk"
-    return f"{_label(name, path)} cannot be written ({reason}{space}); give a path that can be written"
+    return reason + ("" if free is None else f"; {_gigabytes(free)} free on its disk")
+
+
+def _problem(path: Path, name: str, error: OSError | ValueError) -> str:
+    return f"{_label(name, path)} cannot be written ({reason_of(error, path)}); give a path that can be written"
 
 
 def _label(name: str, path: Path) -> str:

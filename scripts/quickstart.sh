@@ -28,11 +28,11 @@ say "3/5 token files: $prefix""_text_document.bin and .idx"
   --tokenizer-model "$data/tokenizer.model" --output-prefix "$prefix" --workers 2 --append-eod
 
 say "4/5 training: FP8 level O3, tensor parallel 2 with sequence parallel"
-"$python" -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py --config configs/gpt_quickstart.yaml \
+"$python" -m fp8_megatron.cli train --cpu-ranks 2 --config configs/gpt_quickstart.yaml \
   --allow-foreign-checkpoints "$@"  # of an earlier quickstart
 
 say "5/5 a few tokens from the trained model"
-"$python" -m torch.distributed.run --nproc-per-node 2 tools/generate_text.py --load "$run/checkpoints" \
+"$python" tools/generate_text.py --load "$run/checkpoints" \
   --prompt "def __init__(self" "import os" "    for i in range("
 
 say "what it held in memory"

@@ -22,6 +22,7 @@ import torch
 
 from fp8_megatron.commands import pretrain_gpt
 from fp8_megatron.commands.program import exit_status
+from fp8_megatron.errors import UserError
 from fp8_megatron.outputs import check_output_file, write_output
 
 _MAX_ENTRIES = 3_000_000
@@ -31,11 +32,12 @@ _FRAMES_SHOWN = 3
 def main() -> int:
     """Train and write; returns the run's exit status."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        print("the first argument is the file to write: torchrun … -m tools.memory_at_peak FILE --config …")
-        return 2
+        raise UserError("the first argument is the file to write: torchrun … -m tools.memory_at_peak FILE --config …")
     output = Path(sys.argv.pop(1))
     check_output_file(output, "FILE")
-    records = torch.cuda.is_available() and os.environ.get("RANK", "0") == "0"
+    if not torch.cuda.is_available():
+        raise UserError(f"FILE {output} shows a GPU's memory, and torch finds no GPU here; use a machine with one")
+    records = os.environ.get("RANK", "0") == "0"
     if records:
         torch.cuda.memory._record_memory_history(
             enabled="all", context="alloc", stacks="python", max_entries=_MAX_ENTRIES

@@ -157,9 +157,11 @@ def _transformer_config(work: Work) -> Any:
 
     model, parallel, training = work.config.model, work.config.parallel, work.config.training
     on_gpu = work.device.type == "cuda"
-    fuses_activation = on_gpu and (model.swiglu or not model.disable_bias_linear)
+    fuses_activation = on_gpu and (model.swiglu or model.activation == "gelu")
     activation = torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
-    if not model.swiglu and not fuses_activation:  # the fused kernel computes this approximation under GELU's name
+    if (
+        model.activation == "gelu" and not fuses_activation
+    ):  # the fused kernel computes this approximation under GELU's name
         activation = partial(torch.nn.functional.gelu, approximate="tanh")
     settings = TransformerConfig(
         num_layers=model.num_layers,

@@ -68,12 +68,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """GELU (tanh), or SwiGLU with the gate's rows first."""
+    """GELU, or SwiGLU with the gate's rows first."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         width, has_bias = model.padded_ffn_hidden_size, not model.disable_bias_linear
         self.is_gated = model.swiglu
+        self.gelu = "tanh" if model.activation == "gelu" else "none"
         self.linear_fc1 = nn.Linear(model.hidden_size, width * (2 if model.swiglu else 1), bias=has_bias)
         self.linear_fc2 = nn.Linear(width, model.hidden_size, bias=has_bias)
 
@@ -81,7 +82,7 @@ class MLP(nn.Module):
         """x [b, s, hidden] → [b, s, hidden]."""
         hidden = self.linear_fc1(x)
         if not self.is_gated:
-            return self.linear_fc2(F.gelu(hidden, approximate="tanh"))
+            return self.linear_fc2(F.gelu(hidden, approximate=self.gelu))
         gate, up = hidden.chunk(2, dim=-1)
         return self.linear_fc2(F.silu(gate) * up)
 

@@ -12,6 +12,7 @@ All replicas call what reads or writes gradients in the same order, and use the 
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,16 +36,43 @@ from ..sharding.storage import ModelStorage
 from .grad_tensor import GradTensor
 from .gradients import ParamGrad, RecordableGrads
 
+logger = logging.getLogger(__name__)
+
 #: Steps in which the host waits to see that replicas use the same parameters; later, only where a rank's use changes.
 _WATCHED_STEPS = 3
 #: How long replicas wait for each other where one may have come alone; NCCL's collectives wait as long by default.
 _PATIENCE = timedelta(minutes=10)
+#: How long they wait without a word.
+_SILENCE = timedelta(seconds=5)
 #: Micro-batches that are never reached: gradients leave when their bucket is full, or somebody needs them.
 _ON_DEMAND = 1 << 60
 
 
 class ReplicaError(UserError):
     """Replicas do not do the same."""
+
+
+def _not_together(what: str, why: str) -> str:
+    """What `ReplicaError` says where `what` is not called by all replicas."""
+    return (
+        f"{what} gathers what the replicas hold, and {why}: call it on every rank, or call "
+        f"optimizer.consolidate_state_dict() on every rank before one rank saves"
+    )
+
+
+def _ends(work: torch.distributed.Work, time: timedelta) -> bool:
+    """Whether `work` ends in time.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    try:
+        work.wait(time)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
 
 
 class NoHook:
@@ -79,7 +107,11 @@ class Replication:
         self._has_checked = False
         self._num_checked = self._num_steps = 0
         self._last_use: tuple[tuple[int, int], ...] = ()
-        self._agreement: tuple[torch.distributed.Work | None, Tensor] | None = None
+        #: Comparisons of this rank with the others, whose answer nobody has read.
+        self._compared: list[tuple[torch.distributed.Work, Tensor]] = []
+        #: On the CPU the exchange of a gradient blocks the host.
+        self._announces = device.type == "cpu"
+        self._has_announced = False
 
     def add_space(self, space: ParamSpace, storage: ModelStorage) -> ShardedGrads:
         """Gradients of one more space."""
@@ -122,6 +154,13 @@ class Replication:
         """A gradient was written: `finish` has something to do."""
         self._is_finished = False
 
+    def announce(self) -> None:
+        """The first gradient since `finish` is about to leave: a replica that gathers state instead hears of it, where
+        the exchange would wait for it."""
+        if self._announces and not self._has_announced:
+            self._has_announced = True
+            self._compare(self._num_steps, gathers=False)
+
     def finish(self) -> None:
         """Wait until every shard holds the mean of all gradients written so far; called by every replica.
 
@@ -130,7 +169,7 @@ class Replication:
         """
         if self._is_finished:
             return
-        self._is_finished = True
+        self._is_finished, self._has_announced = True, False
         self._check_use()
         for space in self.spaces:
             space.reduce()
@@ -148,55 +187,76 @@ class Replication:
         self._num_steps += 1
 
     def _check_use(self) -> None:
-        """Replicas agree on the number of steps, on which parameters have gradients, and on how many of each have left:
-        Σ h and Σ h² of a hash h tell whether all are equal.
+        """Replicas agree on the number of steps, on which parameters have gradients, and on how many of each have left.
 
         The answer is read one step later, unless this rank has other gradients than in the last step.
         """
-        self._read_agreement()
+        self._read_compared()
         self._has_checked = True
         use = tuple(
             (index, space.num_sent.get(grad.slot.offset, 0))
             for index, (space, grad) in enumerate((space, grad) for space in self.spaces for grad in space.grads)
             if grad.param.grad is not None
         )
-        hashed = zlib.crc32(repr((self._num_steps, use)).encode()) & 0xFFFF
-        sums = torch.tensor([hashed, hashed**2], dtype=torch.int64, device="cpu")
-        self._agreement = torch.distributed.all_reduce(sums, group=self._control, async_op=True), sums
+        self._compare((self._num_steps, use), gathers=False)
         is_watched = self._num_checked < _WATCHED_STEPS or use != self._last_use
         self._num_checked += 1
         self._last_use = use
         if is_watched:
-            self._read_agreement()
+            self._read_compared()
 
-    def _read_agreement(self) -> None:
-        if self._agreement is None:
-            return
-        work, sums = self._agreement
-        self._agreement = None
-        if work is not None:
-            work.wait()
-        total, squares = sums.tolist()
-        if self.group.size() * squares != total * total:
-            raise ReplicaError(
-                f"replicas have gradients of different parameters, or numbers of them; rank {self.group.rank()} has "
-                f"{len(self._last_use)}, {sum(number for _, number in self._last_use)} times: let every rank use the "
-                f"same parameters in a step, and call backward as often outside of no_sync()"
-            )
+    def _compare(self, value: object, *, gathers: bool) -> None:
+        """Begin to compare a value with those of the other replicas, which call this too: Σ h and Σ h² of a hash h tell
+        whether all are equal. A replica that gathers state (`meet`) so meets those that take a step.
+        """
+        hashed = zlib.crc32(repr(value).encode()) & 0xFFFF
+        sums = torch.tensor([hashed, hashed**2, int(gathers)], dtype=torch.int64, device="cpu")
+        options = torch.distributed.distributed_c10d.AllreduceOptions()
+        if gathers:  # the process cannot end before its collectives do
+            options.timeout = _PATIENCE
+        self._compared.append((self._control.allreduce([sums], options), sums))
 
-    def meet(self, what: str) -> None:
-        """Wait for the other replicas, which call this too.
+    def _are_equal(self, sums: Tensor, what: str) -> bool:
+        """Whether all replicas gave `_compare` the same value.
 
         Raises:
-            ReplicaError: some replica did not come in time; `what` is in the text.
+            ReplicaError: some of them alone gather state, with `what`.
         """
+        total, squares, num_gathering = sums.tolist()
+        if 0 < num_gathering < self.group.size():
+            count = f"{num_gathering} of {self.group.size()} called it while the others took a step"
+            raise ReplicaError(_not_together(what, count))
+        return bool(self.group.size() * squares == total * total)
+
+    def _read_compared(self) -> None:
+        compared, self._compared = self._compared, []
+        for work, sums in compared:
+            work.wait()
+            if not self._are_equal(sums, "state_dict() of the optimizer or the model"):
+                raise ReplicaError(
+                    f"replicas have gradients of different parameters, or numbers of them; rank {self.group.rank()} "
+                    f"has {len(self._last_use)}, {sum(number for _, number in self._last_use)} times: let every rank "
+                    f"use the same parameters in a step, and call backward as often outside of no_sync()"
+                )
+
+    def meet(self, what: str) -> None:
+        """Wait for the other replicas, which call this too. Where that takes long, a warning says so.
+
+        Raises:
+            ReplicaError: some replica does not come in time, or takes a step; `what` is in the text.
+        """
+        self._compare(what, gathers=True)
+        work, sums = self._compared.pop()
+        minutes = f"{_PATIENCE.total_seconds() / 60:g} minutes"
         try:
-            torch.distributed.monitored_barrier(self._control, timeout=_PATIENCE)
+            if not _ends(work, _SILENCE):
+                waited = f"has waited {_SILENCE.total_seconds():g} s for the others; it ends after {minutes}"
+                logger.warning("%s", _not_together(what, waited))
+                work.wait()
         except RuntimeError as error:
-            raise ReplicaError(
-                f"{what} gathers what the replicas hold, and not all of them called it: call it on every rank, or call "
-                f"optimizer.consolidate_state_dict() on every rank before one rank saves"
-            ) from error
+            raise ReplicaError(_not_together(what, f"not all of them called it within {minutes}")) from error
+        if not self._are_equal(sums, what):
+            raise ReplicaError(_not_together(what, "others call something else"))
 
     def sum_(self, value: Tensor) -> Tensor:
         """Replace a tensor (any shape and dtype) by its sum over the replicas, and return it; called by all of them."""
@@ -267,6 +327,7 @@ class ShardedGrads(RecordableGrads):
             assert self._held is not None
             self._held.accumulate_(slot, grad)
             grad = self._no_longer_held(slot)
+        self._replication.announce()
         self.num_sent[slot.offset] = self.num_sent.get(slot.offset, 0) + 1
         self._send(slot, grad)
 

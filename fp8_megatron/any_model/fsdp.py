@@ -27,6 +27,7 @@ from ..device.group import Group
 from ..formats import LEVELS, STATE_BLOCK, StorageDtype
 from ..nn.module import FP8Linear
 from ..optimizer.written_weights import write_weight
+from ..quantization.amax_history import SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_shards import agree_on_scale_, stored_part
 from ..sharding.partition import ParamSpace, Slot, StorageClass, partition
@@ -55,7 +56,7 @@ class FSDPOptimizer(FP8Optimizer):
         super().__init__(*args, **kwargs)
 
     def _whole_state(self, transposed: Iterable[Tensor]) -> ShardedState:
-        parts = (self._spaces, self._numbers, self._num_skipped, self._histories)
+        parts = (self._spaces, self._numbers, self._skipped.num, self._histories)
         return ShardedState(
             *parts, transposed=transposed, sharded=self._sharded.values(), storage=self._storage, groups=self._groups
         )
@@ -141,15 +142,12 @@ class FSDPOptimizer(FP8Optimizer):
         for space in self._plain_spaces():
             self._copy_out(space)
 
-    def _grad_factor(self) -> Tensor:
-        """See `FP8Optimizer`; NaN on all ranks if it is NaN on one. Delayed scales become those of all ranks."""
-        factor = super()._grad_factor()
-        seen = factor * 0.0
+    def _sum_over_ranks_(self, square_sum: SquareSum) -> None:
+        """See `FP8Optimizer`. Delayed scales become those of all ranks, too."""
         for group in self._mesh_groups:
-            torch.distributed.all_reduce(seen, group=group)
+            torch.distributed.all_reduce(square_sum, group=group)
             for history in self._histories:
                 history.share_amaxes(group)
-        return factor + seen
 
     def take_written_values(self) -> None:
         """See `FP8Optimizer.take_written_values`."""

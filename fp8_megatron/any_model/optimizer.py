@@ -27,11 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import ops
 from ..optimizer.state import SpaceState
 from ..optimizer.written_weights import MasterWeight, write_weight
-from ..quantization.amax_history import MOST_SATURATED, AmaxHistory
-from ..quantization.cast_report import CastReport
+from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.data_parallel import Exchange
 from ..sharding.grad_buffer import LocalGradBuffer
@@ -39,6 +37,7 @@ from ..sharding.partition import ParamSpace, Slot, StorageClass, alone, partitio
 from ..sharding.storage import ModelStorage
 from .data_parallel import Replication
 from .gradients import LinearGrads, PlainGrads, SpaceGrads, check_shape
+from .skipped_steps import SkippedSteps
 from .space import ModelSpace, publish, value_of
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
@@ -103,16 +102,14 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._stateful: dict[Tensor, None] = {}
         device = next(iter(names)).device
         self._numbers = StepNumbers(device)
-        self._num_skipped = torch.zeros(1, device=device)
-        #: What the casts of each history reported in the last skipped step, FP32 [REPORT_HEAD].
-        self._skip_heads = [torch.zeros(ops.REPORT_HEAD, device=device) for _ in self._histories]
+        self._skipped = SkippedSteps(device, self._histories, self._bad_gradients)
         self._whole = self._whole_state(transposed)
         super().__init__(param_groups, defaults)
         self._values = {}  # the masters hold them
 
     def _whole_state(self, transposed: Iterable[Tensor]) -> WholeState:
         """What reads and writes state dicts."""
-        return WholeState(self._spaces, self._numbers, self._num_skipped, self._histories, transposed=transposed)
+        return WholeState(self._spaces, self._numbers, self._skipped.num, self._histories, transposed=transposed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters; its trainable parameters get state.
@@ -230,7 +227,7 @@ class FP8Optimizer(torch.optim.Optimizer):
     def num_skipped_steps(self) -> int:
         """Steps that changed nothing: a gradient was not finite, or a cast with a delayed scale saw such a value or
         clamped more than half of its tensor. Reading it waits for the device."""
-        return int(self._num_skipped.item())
+        return int(self._skipped.num.item())
 
     @property
     def skip_cause(self) -> str | None:
@@ -240,12 +237,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         It speaks of this rank's casts; the step is skipped on all ranks. None: they were good, no step was skipped, or
         the recipe is another one. Reading it waits for the device.
         """
-        heads = [head.tolist() for head in self._skip_heads]
-        if not heads:
-            return None
-        report = CastReport([], [heads])
-        suspect = report.suspect(lambda _, chunk: self._histories[chunk].suspects, most_saturated=MOST_SATURATED)
-        return None if suspect is None else f"{suspect.reason}: {suspect.tensor}"
+        return self._skipped.cause
 
     @property
     def storage_bytes(self) -> dict[str, int]:
@@ -371,6 +363,10 @@ class FP8Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss and its gradients once more.
+
+        Raises:
+            OptimizerError: the step before was the 100th in a row that was skipped; or the parameters or their groups
+                are not those that the optimizer was built with.
         """
         result = None
         if closure is not None:
@@ -396,25 +392,22 @@ class FP8Optimizer(torch.optim.Optimizer):
             return
         factor = self._grad_factor()
         moved = torch.isfinite(factor).float()
-        self._num_skipped += 1.0 - moved
-        self._note_skip(moved)
+        self._skipped.count(moved)
         parts = self._numbers.advance(used, moved)
         for space, flags, own_parts in zip(self._spaces, used, parts, strict=True):
             if any(flags):  # a rank whose shard has nothing to update still sends it
                 space.state.update_parts(space.grads.buffer, own_parts, space.hyperparameters(), factor)
         group = None if self._replication is None else self._replication.group
         for history in self._histories:
-            history.update(group, factor)
+            history.update(group)
         self._wait_for_weights()
+        self._skipped.tell(is_scaled=getattr(self, "grad_scale", None) is not None)
 
-    def _note_skip(self, moved: Tensor) -> None:
-        """Keep what the casts report, if the step is skipped. `moved`: FP32 [1], 1 or 0."""
-        for head, history in zip(self._skip_heads, self._histories, strict=True):
-            if history.report is not None:
-                torch.where(moved > 0.0, head, history.report[: ops.REPORT_HEAD], out=head)  # in place: it is recorded
+    def _bad_gradients(self) -> list[str]:
+        return [name for space in self._spaces for name in space.grads.buffer.non_finite_slots()]
 
     def _check_not_recorded(self) -> None:
-        if self._num_skipped.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._skipped.num.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
                 "optimizer.step() is inside a recorded step, where it would repeat its numbers: call it behind the step"
             )
@@ -444,17 +437,21 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     def _grad_factor(self) -> Tensor:
         """What gradients are multiplied by, FP32 [1]: 1 / GradScaler's scale, or NaN if the step is skipped."""
-        total = torch.cat([space.grads.partial_squared_norm() for space in self._spaces]).sum().reshape(1)
+        norms = torch.cat([space.grads.partial_squared_norm() for space in self._spaces])
+        total = SquareSum(norms.sum().reshape(1))
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None:
+            total.add_(torch.where(found_inf.to(total.device).reshape(1) == 0, 0.0, torch.nan))
         for history in self._histories:
             history.examine(total)
-        if self._replication is not None:
-            self._replication.sum_(total)
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._sum_over_ranks_(total)
         factor = torch.ones_like(total) if grad_scale is None else 1.0 / grad_scale.to(total).reshape(1)
-        is_good = torch.isfinite(total)
-        if found_inf is not None:
-            is_good = is_good & (found_inf.to(total.device).reshape(1) == 0)
-        return torch.where(is_good, factor, torch.nan)
+        return torch.where(torch.isfinite(total), factor, torch.nan)
+
+    def _sum_over_ranks_(self, square_sum: SquareSum) -> None:
+        """Sum over the ranks that step together, in place."""
+        if self._replication is not None:
+            self._replication.sum_(square_sum)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside of the block add their gradients on their rank, and send nothing.

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..nn.module import FP8Linear
+from .replica_hooks import MeetsForState
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -22,6 +23,9 @@ def plain_model(model: Model) -> Model:
     `copy.deepcopy` differs in two points: it leaves frozen FP8 layers in FP8, and over several ranks each rank may call
     it alone. At O3 it then has the FP8 weights' values. Over several ranks every rank calls `plain_model`.
     """
+    for hook in model._state_dict_pre_hooks.values():
+        if isinstance(hook, MeetsForState):
+            hook.meet("plain_model(model)")
     memo: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FP8Linear):

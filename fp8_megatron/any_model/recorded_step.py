@@ -99,6 +99,7 @@ class RecordedStep:
         self._grads = RecordedGrads(self._params)
         self._histories: list[AmaxHistory] = delayed_scales(model, self._device)
         self._addresses = self._grads.addresses
+        self._num_known = self._count_known()
         self._kinds: dict[Hashable, _Kind] = {}
         #: By the kind of batch, where recordings read it.
         self._batches: dict[Hashable, list[Tensor]] = {}
@@ -120,6 +121,7 @@ class RecordedStep:
         if self._recorder is None:
             return self._run((args, kwargs), [tensor.to(self._device) for tensor in tensors])
         self._follow_addresses()
+        self._follow_casts()
         self._grads.settle()
         self._grads.prepare()
         states = self._grads.states
@@ -232,7 +234,22 @@ class RecordedStep:
     def _may_record(self, kind: _Kind, states: bytes) -> bool:
         if kind.change is None or kind.num_unrecorded < self._warmup_steps:
             return False
-        return self._grads.fits(states, kind.change) and all(history.is_warm for history in self._histories)
+        return self._grads.fits(states, kind.change) and all(history.is_settled for history in self._histories)
+
+    def _count_known(self) -> list[int]:
+        return [history.num_known for history in self._histories]
+
+    def _follow_casts(self) -> None:
+        """Drop recordings of casts that have their first delayed scale now. They run unrecorded once at least."""
+        num_known = self._count_known()
+        if num_known == self._num_known:
+            return
+        self._num_known = num_known
+        if self.num_recordings:
+            logger.info("more casts have delayed scales: steps are recorded anew")
+            self.release()
+        for kind in self._kinds.values():
+            kind.num_unrecorded = min(kind.num_unrecorded, self._warmup_steps - 1)
 
     def _follow_addresses(self) -> None:
         """Drop recordings of memory that is out of use: storage was widened, or a parameter's data exchanged."""

@@ -157,8 +157,13 @@ class MeetsForState:
         self._is_consolidated = is_consolidated
 
     def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not prefix and not keep_vars and not self._is_consolidated():
-            self._replication.meet("model.state_dict()")
+        if not prefix and not keep_vars:
+            self.meet("model.state_dict()")
+
+    def meet(self, what: str) -> None:
+        """Wait for the other replicas, which do `what` too."""
+        if not self._is_consolidated():
+            self._replication.meet(what)
 
     def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         """A copied or pickled model has no replicas: this becomes a hook that does nothing."""

@@ -9,6 +9,7 @@ has a part of each entry, and the parts are gathered.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -125,21 +126,62 @@ def _gathered(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
 
 
 def check_param_state(slot: Slot, entry: Mapping[str, Any]) -> None:
-    """Check that a parameter's entry can be taken on, before anything is changed.
+    """Check that a parameter's entry can be taken on, before anything is changed. It waits for the device.
 
     Raises:
-        ValueError: another shape, with both shapes; or the entry of another optimizer, which has no moments of Adam.
+        ValueError: another shape, with both shapes; the entry of another optimizer, which has no moments of Adam; a
+            part is missing, or holds what no step of Adam gives.
     """
-    for name in ("exp_avg", "exp_avg_sq"):
-        if entry and name not in entry and f"{name}{PAYLOAD}" not in entry:
-            raise ValueError(
-                f"{slot.name}: the saved state has {', '.join(map(str, entry))} and no {name}: it is not one of Adam, "
-                f"AdamW or this optimizer"
-            )
+    if not entry:
+        return
     for name in ("exp_avg", "exp_avg_sq", "master_weight"):
-        value = entry.get(f"{name}{PAYLOAD}", entry.get(name))
-        if value is not None and value.shape != slot.param.shape:
-            raise ValueError(f"{slot.name}: {name} has the shape {tuple(value.shape)}, not {tuple(slot.param.shape)}")
+        if name != "master_weight":
+            _check_has(slot, entry, name)
+        _check_values(slot, entry, name)
+    _check_has(slot, entry, "step")
+    try:
+        step = float(entry["step"])
+    except (TypeError, ValueError, RuntimeError):
+        step = math.nan
+    if not (math.isfinite(step) and step >= 0.0):
+        raise ValueError(f"{slot.name}: step is {entry['step']!r}, not a number of steps: {_DAMAGED}")
+
+
+#: What to do with a damaged state.
+_DAMAGED = "load another checkpoint, or leave this entry out of the state, and its moments start anew"
+
+
+def _check_has(slot: Slot, entry: Mapping[str, Any], name: str) -> None:
+    if _saved(entry, name)[0] is None:
+        raise ValueError(
+            f"{slot.name}: the saved state has {', '.join(map(str, entry))} and no {name}: it is not one of Adam, "
+            f"AdamW or this optimizer"
+        )
+
+
+def _check_values(slot: Slot, entry: Mapping[str, Any], name: str) -> None:
+    value, scales = _saved(entry, name)
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{slot.name}: {name} is a {type(value).__name__}, not a tensor: {_DAMAGED}")
+    if value.shape != slot.param.shape:
+        raise ValueError(f"{slot.name}: {name} has the shape {tuple(value.shape)}, not {tuple(slot.param.shape)}")
+    num_scales = -(-slot.numel // STATE_BLOCK)
+    if f"{name}{PAYLOAD}" in entry and (not isinstance(scales, Tensor) or scales.numel() != num_scales):
+        has = f"{scales.numel()} elements" if isinstance(scales, Tensor) else f"{scales!r}"
+        raise ValueError(f"{slot.name}: {name}{SCALE} has {has}, not {num_scales}: {_DAMAGED}")
+    loaded = StateTensor(*_padded_entry(slot, slot.param.device, value, scales)).load()
+    least = 0.0 if name == "exp_avg_sq" else -math.inf
+    if not (torch.isfinite(loaded) & (loaded >= least)).all():
+        wrong = "NaN, inf or a negative value" if name == "exp_avg_sq" else "NaN or inf"
+        raise ValueError(f"{slot.name}: {name} has {wrong}, which no step of Adam gives: {_DAMAGED}")
+
+
+def _saved(entry: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """The value or the payload, and the payload's scales; None: it has none."""
+    payload = entry.get(f"{name}{PAYLOAD}")
+    return (entry.get(name), None) if payload is None else (payload, entry.get(f"{name}{SCALE}"))
 
 
 def load_param_state(state: SpaceState, slot: Slot, entry: Mapping[str, Any]) -> None:
@@ -149,10 +191,10 @@ def load_param_state(state: SpaceState, slot: Slot, entry: Mapping[str, Any]) ->
     Entries of other formats, of torch's Adam too, are rounded to this one's. `check_param_state` has seen them.
     """
     for name, stored in stored_state(state).items():
-        value = entry.get(f"{name}{PAYLOAD}", entry.get(name))
+        value, given_scales = _saved(entry, name)
         if value is None and name == "master_weight":
             continue
-        payload, scales = _padded_entry(slot, stored, value, entry.get(f"{name}{SCALE}"))
+        payload, scales = _padded_entry(slot, stored.payload.device, value, given_scales)
         for fragment in state.space.fragments(slot):
             start, stop = fragment.slot_start, fragment.slot_start + fragment.length
             part = stored.part(fragment)
@@ -166,10 +208,9 @@ def load_param_state(state: SpaceState, slot: Slot, entry: Mapping[str, Any]) ->
 
 
 def _padded_entry(
-    slot: Slot, stored: StateTensor, value: Tensor | None, scales: Tensor | None
+    slot: Slot, device: torch.device, value: Tensor | None, scales: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Payload [slot.padded] and scales [slot.padded / 256] of one entry, on the state's device."""
-    device = stored.payload.device
+    """Payload [slot.padded] and scales [slot.padded / 256] of one entry, on `device`."""
     if value is None:
         return torch.zeros(slot.padded, device=device), None
     flat = slot.flattened(value)

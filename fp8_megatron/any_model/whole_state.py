@@ -64,7 +64,8 @@ class WholeState:
 
     def names(self) -> StateNames:
         """All that a state dict may have of a parameter."""
-        run = [f"delayed_{index}_{key}" for index in range(len(self._histories)) for key in ("history", "scale")]
+        states = [history.state_dict() for history in self._histories]
+        run = [f"delayed_{index}_{key}" for index, state in enumerate(states) for key in state]
         names = ["step", *sorted(STATE_KEYS), "gradients_per_step", "skipped_steps", *run]
         return StateNames(dict.fromkeys(names))
 
@@ -113,7 +114,7 @@ class WholeState:
         rooms = [space.grads.most_gradients for space in self._spaces]
         run = {"gradients_per_step": torch.tensor(rooms, device="cpu"), "skipped_steps": self._num_skipped.cpu()}
         for index, history in enumerate(self._histories):
-            run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in _delayed_state(history).items()}
+            run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in history.state_dict().items()}
         return run
 
     def _indices(self, groups: Groups) -> dict[Tensor, int]:
@@ -246,8 +247,7 @@ class WholeState:
         for index, history in enumerate(self._histories):
             prefix = f"delayed_{index}_"
             saved = {key.removeprefix(prefix): value for key, value in run.items() if key.startswith(prefix)}
-            if saved and bool(saved["scale"].any()):
-                history.load_state_dict(saved)
+            history.load_state_dict(saved)
 
 
 def _check_groups(saved_groups: Groups) -> None:
@@ -267,14 +267,6 @@ def _check_groups(saved_groups: Groups) -> None:
 def _present(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What an entry has. ``flatten_optimizer_state_dict`` gives empty dicts for names that were not saved."""
     return {key: value for key, value in entry.items() if isinstance(value, Tensor) or value != {}}
-
-
-def _delayed_state(history: AmaxHistory) -> dict[str, Tensor]:
-    """Its state dict. Before the first step there are zeros, because ``torch.distributed.checkpoint`` reads what a new
-    optimizer names."""
-    if history.is_warm or history.history is None or history.scale is None:
-        return history.state_dict()
-    return {"history": torch.zeros_like(history.history), "scale": torch.zeros_like(history.scale)}
 
 
 def numbers_of(groups: Groups) -> list[int]:

@@ -184,7 +184,8 @@ def _columns(keys: Tensor, histories: Iterable[dict[str, Tensor]], length: int) 
     if not wanted or any(count[key] != 1 for key in wanted):
         return {}
     columns = torch.tensor([place[key] for key in wanted])
-    return {name: torch.cat([values[name] for values in parts], -1)[..., columns] for name in ("history", "scale")}
+    names = [name for name in ("history", "scale", "known") if all(name in values for values in parts)]
+    return {name: torch.cat([values[name] for values in parts], -1)[..., columns] for name in names}
 
 
 def _gradient_factor(saved: SavedRun, state: Resumable) -> float:

@@ -53,11 +53,13 @@ class MegatronCheckpoint(ABC):
         self.scheduled_samples: int | None = scheduler.get("num_steps") if isinstance(scheduler, dict) else None
         self.iteration: int = content.get("iteration", 0)
         self.consumed_samples: int = self.arguments.get("consumed_train_samples", 0)
+        self.consumed_valid_samples: int = self.arguments.get("consumed_valid_samples", 0)
         check_of_megatron(
             folder,
             iteration=self.iteration,
             num_steps=self.scheduled_samples,
             consumed_train_samples=self.consumed_samples,
+            consumed_valid_samples=self.consumed_valid_samples,
             **{name: self.arguments[name] for name in _SIZES if name in self.arguments},
         )
 

@@ -99,7 +99,12 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
         state.optimizer.step_count.fill_(saved.step_count)
     if state.topology.rank == 0:
         logger.info("%s is Megatron-LM's: random states and amax histories start anew", folder)
-    return Progress(saved.iteration, saved.consumed_samples, scheduled_samples=saved.scheduled_samples)
+    return Progress(
+        saved.iteration,
+        saved.consumed_samples,
+        scheduled_samples=saved.scheduled_samples,
+        consumed_valid_samples=saved.consumed_valid_samples,
+    )
 
 
 def _checked(folder: Path, state: Resumable, *, loads_moments: bool, finetune: bool) -> MegatronCheckpoint:

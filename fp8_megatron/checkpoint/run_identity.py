@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..device.processes import launch_id
+from ..device.variables import number
 from .files import META, candidates, iteration_folder, read_file
 
 #: Keys in `META`.
@@ -57,7 +57,7 @@ def own_restart(root: Path) -> bool:
     """
     launch = launch_id()
     counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-    if launch is None or not any(int(os.environ.get(name, "0")) for name in counts):
+    if launch is None or not any(number(name, 0) for name in counts):
         return False
     saved = (saved_by(iteration_folder(root, iteration)) for iteration in candidates(root))
     # The newest one may be damaged.

@@ -61,6 +61,7 @@ class Progress:
         scheduled_samples: samples that the schedule of the learning rate has counted; None if it is not known.
         schedule: the schedule's settings by name; empty if they are not known.
         left_out_samples: samples that rollbacks have left out. The length of the run does not count them.
+        consumed_valid_samples: samples of the validations before, which the next one does not read.
     """
 
     iteration: int = 0
@@ -69,6 +70,7 @@ class Progress:
     scheduled_samples: int | None = None
     schedule: Mapping[str, Any] = field(default_factory=dict)
     left_out_samples: int = 0
+    consumed_valid_samples: int = 0
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Progress:
@@ -80,6 +82,7 @@ class Progress:
             scheduled_samples=description.get("scheduled_samples"),
             schedule=description.get("schedule") or {},
             left_out_samples=description.get("left_out_samples", 0),
+            consumed_valid_samples=description.get("consumed_valid_samples", 0),
         )
 
 
@@ -245,6 +248,7 @@ def describe(state: Resumable, progress: Progress) -> dict[str, Any]:
         "scheduled_samples": progress.scheduled_samples,
         "schedule": dict(progress.schedule),
         "left_out_samples": progress.left_out_samples,
+        "consumed_valid_samples": progress.consumed_valid_samples,
         "tokens_of_next_step": batches.batch_size(progress.consumed_samples) * state.config.model.seq_length,
         "topology": topology_of(state.topology),
         "level": precision.level,

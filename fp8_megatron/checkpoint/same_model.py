@@ -15,6 +15,8 @@ from ..config.limits import FieldType, field_types
 from ..config.model import ROTARY_KINDS, SETTINGS_WITHOUT_YARN, YARN_SETTINGS, ModelConfig
 from ..config.words import flag_with
 
+#: Settings that choose GELU's form, beside --disable-bias-linear.
+_FORM_OF_GELU = ("bias_gelu_fusion", "use_te_activation_func")
 #: Settings of the model that change what weights of the same shapes compute. Given the shapes, the number of heads
 #: fixes the other widths of attention.
 COMPUTED = (
@@ -24,6 +26,7 @@ COMPUTED = (
     "swiglu",
     "squared_relu",
     "quick_geglu",
+    *_FORM_OF_GELU,
     "position_embedding_type",
     "rotary_percent",
     "rotary_base",
@@ -116,6 +119,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         known.setdefault("norm_epsilon", known["layernorm_epsilon"])
     if isinstance(known.get("add_bias_linear"), bool):
         known["disable_bias_linear"] = not known["add_bias_linear"]
+    if known.get("use_transformer_engine_op_fuser") is True:  # then GELU is Transformer Engine's, too
+        known["use_te_activation_func"] = True
     if known.get("rotary_seq_len_interpolation_factor", 1) is None:
         known["rotary_seq_len_interpolation_factor"] = 1
     for name in YARN_SETTINGS:  # None stands for the default of megatron-core's YaRN, which is this project's
@@ -186,7 +191,10 @@ def _unread(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _is_same(saved: Mapping[str, Any], model: ModelConfig, name: str) -> bool:
-    """Whether two spellings of a setting mean the same: those of windows have several."""
+    """Whether two spellings of a setting mean the same: windows and forms of GELU have several."""
+    if name in _FORM_OF_GELU:
+        named = {each: saved[each] for each in (*_FORM_OF_GELU, "disable_bias_linear") if each in saved}
+        return replace(model, **named).activation == model.activation
     if not name.startswith("window_"):
         return False
     theirs = {each: saved[each] for each in ("window_size", "window_attn_skip_freq") if each in saved}

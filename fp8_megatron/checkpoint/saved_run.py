@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from ..config.schema import ModelConfig
+from ..config.io import load_config, stated_settings
+from ..config.schema import Config, ModelConfig
 from .concurrency import NUM_READERS, in_order
 from .description import check_rank_tensors, read_description
 from .encoding import Encoded
@@ -54,17 +55,35 @@ def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = Fals
 
 def saved_model_settings(folder: Path) -> dict[str, Any]:
     """The settings of the model in a checkpoint's ``config.yaml``, without those that cannot be read."""
-    return model_settings(_saved_settings(folder))
+    found = model_settings(saved_settings(folder, "model"))
+    return {**found, "use_te_activation_func": True} if _has_one_gelu(found) else found
 
 
-def _saved_settings(folder: Path) -> dict[str, Any]:
-    """The model section of ``config.yaml``, unchecked; empty if it is missing or not a mapping."""
+def saved_config(folder: Path) -> Config:
+    """The configuration of the run that saved a checkpoint.
+
+    Raises:
+        ConfigError: ``config.yaml`` cannot be read.
+    """
+    config = load_config(folder / CONFIG)
+    if config.model.activation != "gelu_erf" or not _has_one_gelu(stated_settings(folder / CONFIG)):
+        return config
+    return replace(config, model=replace(config.model, use_te_activation_func=True))
+
+
+def _has_one_gelu(stated: Collection[str]) -> bool:
+    """Whether a version saved these settings that knew GELU's tanh form alone."""
+    return bool(stated) and "bias_gelu_fusion" not in stated
+
+
+def saved_settings(folder: Path, section: str) -> dict[str, Any]:
+    """A section of ``config.yaml``, unchecked; empty if it is missing or not a mapping."""
     try:
         content = yaml.safe_load(read_file(folder / CONFIG))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    section = content.get("model") if isinstance(content, dict) else None
-    return section if isinstance(section, dict) else {}
+    found = content.get(section) if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from .files import (
 from .manifest import check_files
 from .megatron_loading import open_megatron_checkpoint
 from .same_model import settings_of_arguments
+from .saved_run import saved_config, saved_settings
 
 #: Settings of the data section that name the tokenizer.
 _TOKENIZER = ("vocab_file", "merge_file", "tiktoken_", "tokenizer_", "null_tokenizer_")
@@ -50,7 +51,7 @@ def settings_of_checkpoint(config: Config) -> Config | None:
     folder = iteration_folder(root, found[0])
     if is_megatron_checkpoint(folder):
         return replace(Config(), model=model_of_arguments(open_megatron_checkpoint(folder).arguments))
-    saved = load_config(_newest_whole([iteration_folder(root, number) for number in found]) / CONFIG)
+    saved = saved_config(_newest_whole([iteration_folder(root, number) for number in found]))
     data = DataConfig()
     if checkpoint.use_tokenizer_model_from_checkpoint_args:
         names = [name for name in DataConfig.__dataclass_fields__ if name.startswith(_TOKENIZER)]
@@ -68,6 +69,30 @@ def saved_seed(folder: Path) -> int | None:
         found = open_megatron_checkpoint(folder).arguments.get("seed")
         return found if isinstance(found, int) else None
     return load_config(folder / CONFIG).training.seed
+
+
+def differing_order(folder: Path, config: Config) -> list[str]:
+    """The settings of the order of samples that are not the checkpoint's, each with both values.
+
+    What a checkpoint does not say counts as equal.
+    """
+    if is_megatron_checkpoint(folder):
+        arguments = open_megatron_checkpoint(folder).arguments
+        saved = {name: arguments.get(name) for name in ("seed", "dataloader_type", "data_sharding")}
+    else:
+        saved = {**saved_settings(folder, "training"), **saved_settings(folder, "data")}
+    data = config.data
+    now = {
+        "seed": config.training.seed,
+        "split": data.split,
+        "dataloader_type": data.dataloader_type,
+        "data_sharding": data.data_sharding,
+    }
+    return [
+        f"{name} {saved[name]} → {value}"
+        for name, value in now.items()
+        if type(saved.get(name)) is type(value) and saved[name] != value
+    ]
 
 
 def saved_samples(folder: Path) -> int:

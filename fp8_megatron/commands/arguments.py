@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..config.command_line import flags_of, is_flag, repeated_flags, setting_nam
 from ..config.words import number, shortened, whole_number
 from ..errors import USER_ERROR_STATUS, UserError
 from ..outputs import check_output_file, check_output_folder
+from .program import tell
 
 #: Largest seed that Python, NumPy and torch all take.
 MAX_SEED = 2**32 - 1
@@ -64,7 +66,7 @@ def note_repeated_flags(words: Sequence[str]) -> None:
     """Print one line for each flag that stands more than once before ``--``, with other values each time."""
     own = words[: words.index("--")] if "--" in words else words
     for line in repeated_flags(flags_of(own)):
-        print(f"note: {line}", file=sys.stderr)
+        tell(f"note: {line}")
 
 
 def whole(*, least: int = 1, most: int = MAX_COUNT) -> Callable[[str], int]:
@@ -84,19 +86,21 @@ def whole(*, least: int = 1, most: int = MAX_COUNT) -> Callable[[str], int]:
     return parse
 
 
-def real(*, least: float = -math.inf, above: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
-    """The type of a finite number within limits."""
+def real(
+    *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, or_zero: bool = False
+) -> Callable[[str], float]:
+    """The type of a finite number within limits, or of 0 too."""
 
     def parse(word: str) -> float:
         bounds = [f"{least:g} or more"] if least > -math.inf else []
         bounds += [f"more than {above:g}"] if above > -math.inf else []
         bounds += [f"at most {most:g}"] if most < math.inf else []
-        limits = " and ".join(bounds) or "a finite number"
+        limits = ("0, or " if or_zero else "") + (" and ".join(bounds) or "a finite number")
         try:
             value = number(word)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{shortened(word)!r} is not a number; give {limits}") from None
-        if not (math.isfinite(value) and least <= value <= most and value > above):
+        if not ((math.isfinite(value) and least <= value <= most and value > above) or (or_zero and value == 0)):
             raise argparse.ArgumentTypeError(f"{shortened(word)} is out of range; give {limits}")
         return value
 
@@ -112,6 +116,14 @@ def nonempty(word: str) -> str:
         raise argparse.ArgumentTypeError("the text is empty; give one (is a variable of the shell unset?)")
     if "\0" in word:
         raise argparse.ArgumentTypeError(f"{shortened(word)!r} has a NUL character; leave it out")
+    return word
+
+
+def file_prefix(word: str) -> str:
+    """The type of what the names of written files begin with. After a folder alone they would be hidden: ``.bin``."""
+    if os.path.basename(nonempty(word)) in ("", ".", ".."):
+        example = os.path.join(word, "corpus")
+        raise argparse.ArgumentTypeError(f"{word} is a folder; add the start of the files' names, as in {example}")
     return word
 
 

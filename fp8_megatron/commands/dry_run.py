@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..config.checks import ConfigError, check_batches, check_config
 from ..config.io import CommandLine, format_config
+from ..config.learning_rate import schedule_notes
 from ..config.schema import Config
 
 _KINDS = ("weights", "gradients", "master_weights", "exp_avg", "exp_avg_sq", "scales")
@@ -65,6 +66,7 @@ def dry_run_report(config: Config, world_size: int) -> str:
         *([f"stages: {layout.text} (E embedding, t layer, L loss)"] if pp > 1 else []),
         *([f"FP8: {config.fp8_summary}"] if config.precision.is_fp8 else []),
         *work(config, padded, world_size),
+        *([] if config.training.skip_train else schedule_notes(config, world_size)),
         "not checked here: files, folders, installed packages, the GPUs",
     ]
     return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])

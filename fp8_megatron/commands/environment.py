@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, MutableMapping
 
+from ..device.variables import check_variables
 from ..errors import UserError
 
 #: Switches of MS-AMP's simulated FP4, for example USE_W_SIMU_FP4. Its scripts export them in the mode fp4.
@@ -42,21 +43,10 @@ def launched_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
     """(rank, world size) of this process. Without a launcher it is the only one.
 
     Raises:
-        UserError: the variables of a launcher are no numbers, or contradict each other.
+        UserError: a variable that this program reads is not what it may be, or ranks contradict each other.
     """
-    numbers = []
-    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
-        word = environment.get(name, default)
-        if not word.isdecimal():
-            raise UserError(f"the environment variable {name}={word} is not a whole number; unset it, or use torchrun")
-        numbers.append(int(word))
-    rank, world_size = numbers
-    if rank >= world_size:
-        raise UserError(
-            f"the environment variables RANK={rank} and WORLD_SIZE={world_size} contradict each other; "
-            f"unset them, or use torchrun"
-        )
-    return rank, world_size
+    check_variables(environment)
+    return int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
 
 
 def check_launcher(environment: Mapping[str, str]) -> None:

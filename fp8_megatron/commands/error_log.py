@@ -70,12 +70,19 @@ def _record(error: BaseException) -> str:
         [
             f"==== {datetime.now(UTC).isoformat(timespec='seconds')}",
             f"command: {shlex.join(sys.orig_argv)}",
-            f"folder: {Path.cwd()}",
+            f"folder: {_working_folder()}",
             f"python {platform.python_version()} {versions}, {platform.platform()}",
             f"environment: {variables or 'none of torchrun'}",
             "".join(traceback.format_exception(error)),
         ]
     )
+
+
+def _working_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "removed"
 
 
 def _version(package: str) -> str:

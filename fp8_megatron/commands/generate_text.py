@@ -18,17 +18,20 @@ from pathlib import Path
 
 from ..config.words import flag_with
 from .arguments import Parser, existing, real, seed, whole
+from .child_runs import follow_parent
+from .environment import check_launcher, launched_ranks
 from .launch import Placement, check_gpus, run_ranks
 from .program import exit_status, prepare_megatron
 
 #: A token takes a forward pass over the whole context, so more would take days.
 MAX_TOKENS = 1_000_000
-#: Beyond it the draw is uniform among the --top-k tokens.
-MAX_TEMPERATURE = 1e6
+#: Below the first the draw is that of 0, and the scaled logits leave FP32. Beyond the other it is uniform.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 
 
 def main(words: Sequence[str] | None = None, prog: str = "generate_text.py") -> int:
     """Exit status: 0, or 2 after an error."""
+    follow_parent()
     words = list(sys.argv[1:] if words is None else words)
     return exit_status(partial(_run, parse_arguments(words, prog), words))
 
@@ -43,7 +46,7 @@ def parse_arguments(words: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=whole(most=MAX_TOKENS), default=48, help="tokens to add (default 48)")
     parser.add_argument(
         "--temperature",
-        type=real(least=0, most=MAX_TEMPERATURE),
+        type=real(least=MIN_TEMPERATURE, most=MAX_TEMPERATURE, or_zero=True),
         default=0.7,
         help="0 takes the most likely token (default 0.7)",
     )
@@ -70,6 +73,8 @@ def _prompt(word: str) -> str:
 
 
 def _run(arguments: argparse.Namespace, words: list[str]) -> int:
+    rank, _ = launched_ranks(os.environ)
+    check_launcher(os.environ)
     num_ranks = 1 if "WORLD_SIZE" in os.environ else _tensor_parallel_size(arguments.load)
     if num_ranks > 1:
         return _run_ranks(num_ranks, words)
@@ -85,7 +90,7 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
         top_k=arguments.top_k,
         seed=arguments.seed,
     )
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank == 0:
         for prompt, text in zip(arguments.prompt, texts, strict=True):
             print(f"--- prompt {prompt!r}\n{_without_controls(text)}")
     return 0

@@ -1,20 +1,28 @@
-"""Start several ranks on this node. torchrun runs in this process, so the exit status is the job's."""
+"""Start several ranks on this node. torch's launcher runs in this process, so the exit status is the job's."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import signal
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..device.variables import check_variables
 from ..errors import UserError
+from ..outputs import drop_closed_streams
 from .child_runs import followed
+from .environment import without_launcher
 from .program import share_import_path
-from .stop_request import TORCHRUN_SIGNALS, passing_on_sigterm
+from .stop_request import TORCHRUN_SIGNALS, passing_on_stops
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 #: Ranks on a CPU share cores only in tests. More than this many for each start for minutes and then exhaust memory.
 _RANKS_PER_CORE = 16
@@ -27,9 +35,10 @@ class Placement:
     Attributes:
         ranks_per_node: ranks on each node.
         on_cpu: ranks see no GPU and communicate over gloo.
-        num_nodes, node_rank, master_addr, master_port: as for torchrun.
-        max_restarts: how often torchrun starts all ranks again after one failed.
-        launch: name of this launch, the same on all nodes; None: torchrun chooses one.
+        num_nodes, node_rank: nodes of the job, and the number of this one.
+        master_addr, master_port: where the first of several nodes listens.
+        max_restarts: how often all ranks start again after one failed.
+        launch: name of this launch, the same on all nodes; None: it has none.
     """
 
     ranks_per_node: int
@@ -46,25 +55,30 @@ class Placement:
         """Ranks of the job."""
         return self.ranks_per_node * self.num_nodes
 
-    def torchrun_arguments(self) -> list[str]:
-        """torchrun's own arguments for this node.
+    def launch_config(self) -> LaunchConfig:
+        """What torch's launcher is told on this node. Nothing of it comes from the environment."""
+        from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+        from torch.distributed.launcher.api import LaunchConfig
 
-        Nodes meet at fixed numbers. With restarts they meet anew each time, so torchrun numbers them.
-        """
-        ranks = ["--nproc-per-node", str(self.ranks_per_node), "--signals-to-handle", TORCHRUN_SIGNALS]
-        if self.max_restarts > 0:
-            ranks += ["--max-restarts", str(self.max_restarts)]
-        if self.num_nodes == 1:
-            return ["--standalone", *ranks]
-        assert self.master_addr is not None
-        nodes = ["--nnodes", str(self.num_nodes)]
-        if self.launch is not None:
-            nodes += ["--rdzv-id", self.launch]
-        if self.max_restarts > 0:
-            endpoint = f"{self.master_addr}:{self.master_port}"
-            return [*nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *ranks]
-        master = ["--master-addr", self.master_addr, "--master-port", str(self.master_port)]
-        return [*nodes, "--node-rank", str(self.node_rank), *master, *ranks]
+        from . import node_rendezvous
+
+        rendezvous_handler_registry.register(node_rendezvous.BACKEND, node_rendezvous.create)
+        return LaunchConfig(
+            min_nodes=self.num_nodes,
+            max_nodes=self.num_nodes,
+            nproc_per_node=self.ranks_per_node,
+            run_id=self.launch or ("none" if self.num_nodes > 1 else uuid.uuid4().hex),
+            rdzv_backend=node_rendezvous.BACKEND,
+            rdzv_configs={
+                "node": self.node_rank,
+                "world_size": self.world_size,
+                "address": self.master_addr,
+                "port": self.master_port if self.num_nodes > 1 else 0,
+                "restarts": self.max_restarts > 0,
+            },
+            max_restarts=self.max_restarts,
+            signals_to_handle=TORCHRUN_SIGNALS,
+        )
 
 
 def slurm_launch() -> str | None:
@@ -121,45 +135,50 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder
         folder: of the run's log, for the report of a job that was restarted; None: there is no report.
 
     Returns:
-        0, or the exit status of the rank that failed first (128 + the signal that ended it). After SIGTERM to this
-        process 143 (128 + SIGTERM); its ranks have saved and ended by then.
+        0, or the exit status of the rank that failed first (128 + the signal that ended it). After SIGTERM or SIGHUP
+        to this process 128 + the signal; its ranks have saved and ended by then.
     """
+    check_variables(without_launcher(os.environ))
     if placement.on_cpu:
         hide_gpus()
     share_import_path()
     from torch.distributed import DistError
-    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
 
-    # torchrun logs over forty lines about a failed rank. The rank itself says why it failed.
+    # torch logs over forty lines about a failed rank. The rank itself says why it failed.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets this too, and warns
-    arguments = [*placement.torchrun_arguments(), "-m", module, *words]
+    if placement.ranks_per_node > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    start = elastic_launch(placement.launch_config(), sys.executable)
     started = datetime.now(UTC)
     try:
-        with passing_on_sigterm() as stopped, followed():
-            torchrun.run(torchrun.parse_args(arguments))
+        with passing_on_stops() as stops, followed():
+            start("-u", "-m", module, *words)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         text = f"rank {rank} ended with exit status {status}, and the job with it"
+        drop_closed_streams()
         print(text, file=sys.stderr, flush=True)
         if placement.max_restarts > 0 and folder is not None and placement.node_rank == 0:
             _report_restarts(folder, started, text, placement)
         return status
     except SignalException as error:
         return 128 + error.sigval
-    except (DistError, RendezvousError) as error:
+    except (OSError, DistError, RendezvousError) as error:
         # Ranks are other processes. In this one only the launchers' rendezvous can fail.
+        if placement.num_nodes == 1:
+            raise
         raise UserError(_about_rendezvous(placement, error)) from error
-    return 128 + signal.SIGTERM if stopped.is_set() else 0
+    return 128 + stops[0] if stops else 0
 
 
 def _about_rendezvous(placement: Placement, error: Exception) -> str:
     """Why the nodes' launchers did not meet, and what to do."""
-    if "EADDRINUSE" in str(error):
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"--master-port {placement.master_port} is in use on this node; give another one, the same on every node"
     return (
         f"the nodes did not meet at --master-addr {placement.master_addr}, port {placement.master_port} "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from ..outputs import check_output_file, writing_to
-from .arguments import Parser, nonempty, path
+from .arguments import Parser, file_prefix, path
 from .program import exit_status, prepare_megatron
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
     """The command line."""
     parser = Parser(prog=prog, description=__doc__)
     parser.add_argument("--input", required=True, type=path, metavar="FOLDER", help="the folder of the pairs")
-    parser.add_argument("--output-prefix", required=True, type=nonempty, help="path of the output, without .bin/.idx")
+    parser.add_argument("--output-prefix", required=True, type=file_prefix, help="path of the output without .bin/.idx")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return parser.parse_args(words)
 

@@ -38,6 +38,7 @@ _NOT_SAMPLES = {
 _SAMPLES_OF_TRAINING = (
     "eval_interval",
     "eval_iters",
+    "eval_fixed_samples",
     "full_validation",
     "multiple_validation_sets",
     "rampup_batch_size",

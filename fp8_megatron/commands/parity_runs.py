@@ -17,7 +17,7 @@ import psutil
 from ..checkpoint.files import TRACKER
 from ..config.schema import Config
 from ..errors import UserError
-from ..reporting.metrics_file import METRICS_FILE, MetricsFile
+from ..reporting.metrics_file import METRICS_FILE, set_aside
 from ..reporting.parity import RunKey, RunResult, read_run
 from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
 from .child_runs import run_environment, training_command
@@ -134,7 +134,7 @@ class Session:
         folder.mkdir(parents=True, exist_ok=True)
         if not goes_on and (folder / METRICS_FILE).exists():
             # Of an earlier comparison: a run that fails before its first step must not end with those losses.
-            MetricsFile(folder / METRICS_FILE, resume_iteration=0).close()
+            set_aside(folder / METRICS_FILE)
         num_events = len(read_events(folder / EVENTS_FILE))
         command = training_command(self.plan.run_flags(key, folder), self.plan.ranks_per_run, on_gpus=slot != "")
         with (folder / LOG_FILE).open("ab") as log:

@@ -39,7 +39,7 @@ from ..data.tokenizer import Tokenizer
 from ..data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from ..errors import UserError
 from ..outputs import check_output_file, writing_to
-from .arguments import Parser, nonempty, whole
+from .arguments import Parser, file_prefix, nonempty, whole
 from .program import exit_status
 from .tokenizer_arguments import add_tokenizer_arguments, tokenizer_type_of
 
@@ -261,11 +261,6 @@ def _output_prefixes(output_prefix: str, encoding: Encoding, overwrite: bool) ->
         raise UserError(f"--json-keys names {repeated[0]!r} twice; name each key once")
     if unfit := [key for key in json_keys if "/" in key]:
         raise UserError(f"--json-keys {unfit[0]}: a slash cannot be part of the output's name; rename that key")
-    if output_prefix.endswith("/"):
-        raise UserError(
-            f"--output-prefix {output_prefix} is a folder; add the start of the files' names, as in "
-            f"{output_prefix}corpus"
-        )
     prefixes = {key: f"{output_prefix}_{key}_{encoding.level}" for key in json_keys}
     for prefix in prefixes.values():
         for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
@@ -317,7 +312,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
         "--input", nargs="+", required=True, type=nonempty, metavar="FILE", help=".jsonl or .txt[.gz|.xz|.bz2|.zst]"
     )
     parser.add_argument(
-        "--output-prefix", required=True, type=nonempty, help="path of the output, without _KEY_document.bin/.idx"
+        "--output-prefix", required=True, type=file_prefix, help="path of the output, without _KEY_document.bin/.idx"
     )
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], type=nonempty, metavar="KEY", help="keys with text (text)"

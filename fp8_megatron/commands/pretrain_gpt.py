@@ -18,7 +18,7 @@ from .dry_run import dry_run
 from .environment import check_launcher, check_no_fp4, launched_ranks, take_mpi_ranks
 from .error_log import logging_errors_in
 from .process_limits import check_process_limits
-from .program import LineFormatter, exit_status, prepare_megatron, show
+from .program import LogOnStdout, exit_status, leave, prepare_megatron, show, tell
 from .run_settings import run_command_line
 
 _DIVERGED_STATUS = 1
@@ -30,9 +30,7 @@ def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> i
     follow_parent()
     take_mpi_ranks(os.environ)
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(LineFormatter())
-    logging.basicConfig(level=level, handlers=[handler])
+    logging.basicConfig(level=level, handlers=[LogOnStdout()])
     logging.getLogger("megatron").setLevel(logging.WARNING)
     return exit_status(partial(_train, words, prog))
 
@@ -45,7 +43,7 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
     config = command_line.config
     if rank == 0:
         for line in command_line.notes:
-            print(f"note: {line}", file=sys.stderr, flush=True)
+            tell(f"note: {line}")
     if command_line.dry_run:
         if rank == 0:
             dry_run(command_line, world_size)
@@ -72,11 +70,12 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
             if launch_id() is not None:
                 # The launcher and the scheduler both pass SIGTERM on. One that comes late must not fail this rank.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        leave(sys.stdout)  # the log is no reason for another status
     except (TrainingDiverged, LossSpike, ReplicasDiffer) as error:
         show(error)
         return _DIVERGED_STATUS
     except RankFailure as error:
-        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        tell(f"error on rank {rank}: {error}")
         return EXIT_STATUS
     return 0
 

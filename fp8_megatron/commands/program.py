@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
 import time
@@ -12,9 +11,12 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from ..errors import USER_ERROR_STATUS, UserError, printable
+from ..outputs import drop_closed_streams, reason_of
 from .error_log import folder_of, write_error_log
 from .machine_errors import machine_error
 
@@ -43,14 +45,68 @@ def exit_status(body: Callable[[], int | None], *errors: type[Exception]) -> int
         interrupt gives a shell's status of SIGINT, and that of SIGPIPE means that nobody reads stdout.
     """
     try:
-        return body() or 0
+        _check_working_folder()
+        status = body() or 0
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        tell("interrupted")
         return 128 + signal.SIGINT
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+        if drop_closed_streams() and isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
+        if isinstance(error, OSError) and error.filename is None and not leave(sys.stdout, "\n"):
+            error = UserError(f"stdout is not written ({reason_of(error)}); send it to a file that has room")
         return _report(error, (UserError, *errors))
+    finally:
+        leave(sys.stdout)
+        leave(sys.stderr)
+
+
+def tell(line: str) -> None:
+    """Print a line on stderr, if that takes it."""
+    with suppress(OSError):
+        print(printable(line, keep="\n"), file=sys.stderr, flush=True)
+
+
+def leave(stream: TextIO, end: str = "") -> bool:
+    """Write what stdout or stderr still holds, and `end`; whether it takes that.
+
+    If not, it is dropped. At its exit, Python would fail of it with another status.
+    """
+    try:
+        print(end=end, file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return False
+    return True
+
+
+class LogOnStdout(logging.StreamHandler[TextIO]):
+    """The log of a run. One line on stderr says that stdout takes no more, as on a full disk; the run goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+        self.setFormatter(LineFormatter())
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called in the handler of an exception."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            tell(f"the log on stdout is not written ({reason_of(error)}); the run goes on")
+
+
+def _check_working_folder() -> None:
+    """Raise `UserError` if the current folder was removed. Relative paths mean nothing there, and libraries abort."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        named = f" {os.environ['PWD']}" if "PWD" in os.environ else ""
+        raise UserError(f"the working folder{named} is gone; change to a folder that exists (cd)") from error
 
 
 def _report(error: Exception, users: tuple[type[Exception], ...]) -> int:
@@ -69,16 +125,6 @@ def _report(error: Exception, users: tuple[type[Exception], ...]) -> int:
     return INTERNAL_ERROR_STATUS
 
 
-def _stdout_is_closed() -> bool:
-    """Whether the reader of stdout has left, as `head` does. Python then writes nothing more to it at its exit."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
-
-
 def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None:
     """Print an error on stderr, with the rank unless it is rank 0. Of ranks on a node with one error, one prints it.
 
@@ -90,18 +136,20 @@ def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None
     rank = os.environ.get("RANK", "0")
     if not _is_told(str(error), patient=rank != "0"):
         teller = "" if rank == "0" else f" on rank {rank}"
-        print(printable(f"{kind}{teller}: {error}{note}", keep="\n"), file=sys.stderr, flush=True)
+        tell(f"{kind}{teller}: {error}{note}")
 
 
 def _is_told(text: str, *, patient: bool) -> bool:
     """Whether another rank of this node has told `text`. If not, this rank will.
 
-    torchrun gives each rank a folder for its error file. Their parent, which the ranks share, holds the marks.
+    torchrun gives each rank a folder for its error file. Their parent, which the ranks share, holds the marks. An error
+    file that a user named is no such place: the marks of an earlier run would stay there.
     """
-    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    mark = Path(own_file).parents[1] / f"told_{zlib.crc32(text.encode(errors='replace')):08x}" if own_file else None
+    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    name = f"told_{zlib.crc32(text.encode(errors='replace')):08x}"
+    mark = Path(own_file).parent.parent / name if own_file else None
     end = time.monotonic() + (_OTHERS_WAIT_SECONDS if patient else 0)
-    while time.monotonic() < end and not (mark and mark.exists()):
+    while time.monotonic() < end and not (mark and os.path.exists(mark)):  # False where it may not look
         time.sleep(0.1)
     try:
         if mark:

@@ -20,7 +20,7 @@ from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
 from .child_runs import follow_parent
 from .dry_run import dry_run
 from .launch import Placement, check_cpu_ranks, check_gpus, hide_gpus, run_ranks, slurm_launch
-from .program import exit_status
+from .program import exit_status, tell
 from .run_settings import run_command_line
 
 #: Restarts of --restart. A fault that comes again at the same iteration ends the job sooner.
@@ -58,7 +58,7 @@ def _main(words: list[str], prog: str) -> int:
     config = command_line.config
     if command_line.dry_run:
         for line in command_line.notes:
-            print(f"note: {line}", file=sys.stderr, flush=True)
+            tell(f"note: {line}")
         dry_run(command_line, placement.world_size)
         return 0
     command_line.check_no_world_size()

@@ -25,7 +25,7 @@ import sentencepiece
 
 from ..data.documents import check_inputs, parse_batch, read_batches
 from ..outputs import check_output_file, write_output
-from .arguments import Parser, nonempty, seed, whole
+from .arguments import Parser, file_prefix, nonempty, seed, whole
 from .program import exit_status
 
 #: Text is sampled in runs of whole lines of about this many characters.
@@ -155,7 +155,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
     )
     output = parser.add_mutually_exclusive_group(required=True)
     output.add_argument("--output", type=nonempty, help="the .model file to write")
-    output.add_argument("--output-prefix", type=nonempty, help="the same without .model")
+    output.add_argument("--output-prefix", type=file_prefix, help="the same without .model")
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], type=nonempty, metavar="KEY", help="keys with text (text)"
     )

@@ -25,8 +25,8 @@ Text = Annotated[str | None, UNSET]
 MAX_COUNT = 2**31 - 1
 #: The largest count of samples, which have 64 bits. 15 trillion tokens are 3.7 billion sequences of 4,096.
 MAX_SAMPLES = 2**40
-#: Kernels compute in FP32. Below its largest value there is room for products with learning rates and scales.
-MAX_REAL = 1e30
+#: Kernels compute in FP32. Within these there is room for products with learning rates and scales: 1e-320 would be 0.
+MIN_REAL, MAX_REAL = 1e-30, 1e30
 
 Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 CountOrZero = Annotated[int, Ge(0), Le(MAX_COUNT)]
@@ -54,7 +54,7 @@ History = Annotated[int, Ge(1), Le(65_536)]
 Margin = Annotated[int, Ge(0), Le(8)]
 #: torch's group timeouts are milliseconds; a collective between nodes takes some at least, and no job runs for years.
 Minutes = Annotated[float, Ge(0.01), Le(1e6)]
-Positive = Annotated[float, Gt(0), Le(MAX_REAL)]
+Positive = Annotated[float, Ge(MIN_REAL), Le(MAX_REAL)]
 NotNegative = Annotated[float, Ge(0), Le(MAX_REAL)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 UpToOne = Annotated[float, Gt(0), Le(1)]

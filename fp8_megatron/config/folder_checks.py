@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..device.variables import number
 from ..errors import UserError
 from ..outputs import check_output_file, check_output_folder
 from .schema import Config
@@ -53,7 +54,7 @@ def _problems(config: Config) -> Iterator[str]:
                 yield str(error)
     checkpoint = config.checkpoint
     # A restarted run resumes from --save, and need not find --load again.
-    if checkpoint.load is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    if checkpoint.load is None or number("TORCHELASTIC_RESTART_COUNT", 0) > 0:
         return
     problem = load_problem(Path(checkpoint.load))
     needs_one = checkpoint.finetune or checkpoint.exit_on_missing_checkpoint or not checkpoint.loads_what_it_saves

@@ -338,11 +338,15 @@ def _read_file(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write all settings by section as YAML. `load_config` reads back an equal configuration. Makes parent folders."""
-    sections = {name: _plain_values(section) for name, section in _sections(config).items()}
-    text = yaml.dump(sections, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """Write `config_text` into a file. Makes parent folders."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_text(config_text(config), encoding="utf-8")
+
+
+def config_text(config: Config) -> str:
+    """All settings by section as YAML. `load_config` reads back an equal configuration."""
+    sections = {name: _plain_values(section) for name, section in _sections(config).items()}
+    return yaml.dump(sections, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def format_config(config: Config) -> str:

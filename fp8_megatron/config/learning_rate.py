@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
@@ -43,7 +43,7 @@ class LearningRateSchedule:
     def of(cls, config: Config, world_size: int) -> LearningRateSchedule:
         """The schedule of a checked configuration.
 
-        With --train-iters, a step counts as many samples as the largest global batch has.
+        With --train-iters, every step counts as many samples as the largest global batch has.
         """
         optimizer = config.optimizer
         unit = config.samples_per_count(world_size)
@@ -81,6 +81,25 @@ class LearningRateSchedule:
         """``name saved → own`` for each setting that differs from a checkpoint's."""
         own = self.as_saved()
         return [f"{name} {saved[name]} → {own[name]}" for name in own if name in saved and saved[name] != own[name]]
+
+
+def schedule_notes(config: Config, world_size: int) -> Iterator[str]:
+    """One line for each count that is cut: samples that no step trains on, and a warm-up longer than the run."""
+    samples, batches = config.training.train_samples, config.batch_schedule(world_size)
+    if samples is not None and not batches.is_constant:
+        rest = samples - batches.num_samples(batches.num_steps(samples))
+        if rest:
+            yield f"train_samples({samples}): the last {rest} samples fill no global batch and are not trained"
+    unit, (asked_by, length) = "steps", ("lr_warmup_iters", "train_iters")
+    if config.counts_samples:
+        unit, (asked_by, length) = "samples", ("lr_warmup_samples", "train_samples")
+    asked = config.optimizer.warmup_counts(config.counts_samples)
+    count = LearningRateSchedule.of(config, world_size).warmup_samples / config.samples_per_count(world_size)
+    if count < asked:
+        yield (
+            f"{asked_by}({asked}) does not fit into {length}({config.train_counts}): the warm-up is cut to {count:.0f} "
+            f"{unit}"
+        )
 
 
 def scaled(saved: Mapping[str, Any], batch_size: int, saved_batch_size: int) -> dict[str, Any]:

@@ -119,15 +119,19 @@ def unread_settings(config: Config) -> frozenset[str]:
         unread.add("cuda_graph_warmup_steps")
     if not config.training.validates:
         unread.add("eval_iters")
+    if config.training.full_validation or config.training.skip_train or not config.training.validates:
+        unread.add("eval_fixed_samples")
     if config.optimizer.weight_decay_incr_style != "constant":
         unread.add("weight_decay")
     if config.model.position_embedding_type != "learned_absolute" and not config.data.sft:
         unread.add("reset_position_ids")
+    if not config.model.has_gelu:
+        unread |= {"bias_gelu_fusion", "use_te_activation_func"}
     return frozenset(unread)
 
 
 def evaluation_note(config: Config) -> str | None:
-    """The line at the start of a run that is given data for validation or test, and does not read it."""
+    """The line at the start of a run that is given data for validation or test, or an interval, and reads no data."""
     data, training = config.data, config.training
     if not training.validates:
         mode, fix = "eval_interval(0)", "--eval-interval"
@@ -139,6 +143,9 @@ def evaluation_note(config: Config) -> str | None:
     if training.validates and training.full_validation:
         del paths["valid_data_path"]
     unread = [f"{name}({shortened(' '.join(words))})" for name, words in paths.items() if words]
+    if not unread and training.validates and not training.full_validation:
+        interval = training.eval_interval
+        return f"eval_interval({interval}) with {mode} evaluates nothing; give {fix}, or --eval-interval 0"
     if not unread:
         return None
     return f"with {mode} nothing reads {' and '.join(unread)}; {fix} turns validation and the test at the end on"

@@ -106,6 +106,11 @@ class ModelConfig:
     """The MLP's activation is max(z, 0)² instead of GELU."""
     quick_geglu: Switch = False
     """Gated MLP with the sigmoid form of GELU instead of GELU."""
+    bias_gelu_fusion: Switch = True
+    """On: GELU is its tanh form, as in Megatron's kernel that also adds a bias. Off, or with --disable-bias-linear: the
+    exact form, with erf."""
+    use_te_activation_func: Switch = False
+    """On: GELU is its tanh form, as in Transformer Engine, with and without biases."""
     disable_bias_linear: Switch = False
     """Leave out the biases of every linear layer."""
     add_qkv_bias: Switch = False
@@ -136,7 +141,15 @@ class ModelConfig:
     def activation(self) -> str:
         """The MLP's activation, as `kernels.activation` names it."""
         given = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(self, name)]
-        return given[0] if given else "gelu"
+        if given:
+            return given[0]
+        is_fused = self.bias_gelu_fusion and not self.disable_bias_linear
+        return "gelu" if is_fused or self.use_te_activation_func else "gelu_erf"
+
+    @property
+    def has_gelu(self) -> bool:
+        """Whether the MLP's activation is GELU, in one of its forms."""
+        return self.activation in ("gelu", "gelu_erf")
 
     @property
     def uses_rope(self) -> bool:

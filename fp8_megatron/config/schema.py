@@ -246,7 +246,9 @@ class TrainingConfig:
     eval_interval: CountOrZero = 0
     """Steps between validations. One more validation and the test follow at the end. 0: no validation, no test."""
     eval_iters: CountOrZero = 100
-    """Global batches in one validation."""
+    """Global batches in one validation. The next one reads the batches behind them, as in Megatron."""
+    eval_fixed_samples: Switch = False
+    """On: every validation reads the same batches, the first ones."""
     full_validation: Switch = False
     """On: every validation reads each token of the validation split once, instead of --eval-iters batches."""
     multiple_validation_sets: Switch = False
@@ -310,6 +312,11 @@ class TrainingConfig:
     def reads_validation_data(self) -> bool:
         """Whether a validation has batches."""
         return self.validates and (self.eval_iters > 0 or self.full_validation)
+
+    @property
+    def moves_on(self) -> bool:
+        """Whether each validation reads the batches behind those of the one before."""
+        return not (self.eval_fixed_samples or self.full_validation or self.skip_train)
 
     @property
     def left_out(self) -> frozenset[int]:

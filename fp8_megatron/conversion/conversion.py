@@ -26,13 +26,12 @@ from ..checkpoint.manifest import problem_with, read_manifest, write_manifest
 from ..checkpoint.metadata_file import METADATA
 from ..checkpoint.run_state import FORMAT_VERSIONS
 from ..checkpoint.same_model import first_difference
-from ..checkpoint.saved_run import saved_model_settings
+from ..checkpoint.saved_run import saved_config, saved_model_settings
 from ..checkpoint.saving import write_config, write_last_files
 from ..checkpoint.torch_dist import TorchDistReader, write_chunks, write_metadata
 from ..checkpoint.torch_dist_weights import TorchDistWeights
 from ..checkpoint.weights import OUTPUT_LAYER, QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
 from ..config.checks import check_config
-from ..config.io import load_config
 from ..config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
 from .megatron_weights import config_of, open_weights
@@ -155,7 +154,7 @@ def open_source(
         if problem is not None:
             raise CheckpointError(f"{problem}; use another iteration (--iteration)")
         own_vocab_size = read_description(folder)["vocab_size"]
-        config = load_config(folder / CONFIG) if config is None else _of_the_same_model(folder, config, own_vocab_size)
+        config = saved_config(folder) if config is None else _of_the_same_model(folder, config, own_vocab_size)
         own_weights = TorchDistWeights(folder, TorchDistReader(folder, [r.name for r in read_manifest(folder)]))
         source = Source(kind, folder, own_weights, config, own_vocab_size)
     else:

@@ -29,8 +29,9 @@ from .hugging_face_values import (
 
 Json = Mapping[str, Any]
 
-#: Hugging Face's names of GELU with the tanh approximation.
+#: Hugging Face's names of GELU: of its tanh form, and of the exact one. The first is written.
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+_EXACT_GELUS = ("gelu", "gelu_python")
 
 _ALL: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_causal": ((True,), "a token attends to none after it"),
@@ -51,7 +52,7 @@ _LIKE_QWEN: dict[str, tuple[tuple[Any, ...], str]] = {
 _ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
     Family.GPT2: {
         **_ALL,
-        "activation_function": (_TANH_GELUS, "megatron-core's fused GELU is the tanh approximation"),
+        "activation_function": ((*_TANH_GELUS, *_EXACT_GELUS), "the MLP's activation is GELU"),
         "scale_attn_weights": ((True,), "attention logits are divided by √(head width)"),
         "scale_attn_by_inverse_layer_idx": ((False,), "attention logits are scaled alike in every layer"),
         "add_cross_attention": ((False,), "only decoders without an encoder are supported"),
@@ -194,6 +195,7 @@ def model_from_json(settings: Json) -> ModelConfig:
         return ModelConfig(
             **values,
             ffn_hidden_size=settings.get("n_inner") or 4 * values["hidden_size"],
+            bias_gelu_fusion=settings.get("activation_function", _TANH_GELUS[0]) in _TANH_GELUS,
             untie_embeddings_and_output_weights=not tied,
         )
     _, heads, groups, head_dim = _heads(family, settings)
@@ -312,7 +314,7 @@ def family_of(model: ModelConfig) -> Family:
                     f"position_embedding_type({model.position_embedding_type})",
                 ),
                 (model.normalization != "LayerNorm", f"normalization({model.normalization})"),
-                (model.activation != "gelu", model.activation),
+                (not model.has_gelu, model.activation),
                 (model.qk_layernorm, "qk_layernorm"),
                 (model.window_size is not None, f"window_size({model.window_size})"),
                 (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
@@ -408,7 +410,7 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
             **values,
             "n_positions": positions,
             "n_inner": model.padded_ffn_hidden_size,
-            "activation_function": "gelu_new",
+            "activation_function": (_TANH_GELUS if model.activation == "gelu" else _EXACT_GELUS)[0],
             "embd_pdrop": model.hidden_dropout,
             "scale_attn_weights": True,
         }

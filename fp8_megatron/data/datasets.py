@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +15,9 @@ from torch.utils.data import Dataset
 from ..config.schema import DataConfig
 from ..config.words import flag_name
 from ..errors import UserError
-from .index_files import CachedGPTDataset, DatasetBuilder, index_folder
+from .index_files import CachedGPTDataset, DatasetBuilder
 from .indexed import IndexedSummary, check_indexed_dataset, may_have_ends
-from .splits import SPLITS, blends_of_splits, builder_sources, process_group, remedies, weighted
+from .splits import SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, remedies
 from .token_files import Blend
 from .tokenizer import Tokenizer
 
@@ -119,12 +120,14 @@ def build_datasets(
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend.prefixes})
     files = {prefix: check_indexed_dataset(prefix, vocab_size) for prefix in prefixes}
     _check_ends(data, files, tokenizer.eod)
-    blends = tuple(blend and weighted(blend, lambda prefix: files[prefix].num_tokens) for blend in blends)
     config = _gpt_dataset_config(data, blends, sizes, seq_length, seed, tokenizer)
     _check_enough_text(data, config, blends, files)
     builder = DatasetBuilder(CachedGPTDataset, list(sizes), lambda: True, config)
     with process_group():
-        return Datasets(*builder.build())
+        datasets = builder.build()
+    if data.dataloader_type == "single":
+        _check_one_pass(data, blends, sizes, datasets)
+    return Datasets(*datasets)
 
 
 def build_validation_sets(
@@ -176,7 +179,7 @@ def _gpt_dataset_config(
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        path_to_cache=str(index_folder(paths, data.data_cache_path, kind="index")),
+        path_to_cache=str(cache_folder(paths, data.data_cache_path, kind="index")),
         tokenizer=tokenizer,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=False,
@@ -190,6 +193,23 @@ def _gpt_dataset_config(
         # Drop splits without samples: the builder counts a split's epochs, and never ends if it has no documents.
         config.split_matrix = [part if size else None for part, size in zip(config.split_matrix, sizes, strict=True)]
     return config
+
+
+def _check_one_pass(
+    data: DataConfig, blends: Sequence[Blend | None], sizes: Sequence[int], datasets: Sequence[Any]
+) -> None:
+    """Raise UserError if a split of files without weights, which are read once, has too few samples.
+
+    In Megatron such a run ends in an error when it has read them.
+    """
+    for split, blend, wanted, dataset in zip(SPLITS, blends, sizes, datasets, strict=True):
+        if blend is not None and len(dataset) < wanted:
+            flag = "--data-path" if data.data_path else f"--{split}-data-path"
+            raise UserError(
+                f"{flag} {' '.join(blend.prefixes)} without weights is read once, as in Megatron: its {len(dataset)} "
+                f"{split} samples are fewer than the {wanted} of the run; give weights (weight prefix weight prefix "
+                f"…), with which files are read as often as needed"
+            )
 
 
 def _check_enough_text(

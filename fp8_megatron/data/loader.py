@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import signal
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ..errors import UserError
 from .document_bounds import CU_SEQLENS, Bounds
 from .forks import freeing_nothing_of_the_parent
+from .limits import alarm
 from .sequence_parts import NUM_TOKENS, SequencePart
 
 #: Keys of a sample (each tensor [seq]) and a batch (each [micro_batch, seq]). loss_mask is float32, the others int64.
 #: A batch with documents also has `CU_SEQLENS`, one of parts of sequences `NUM_TOKENS`.
 SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+#: Seconds without a batch that are worth a line.
+_TELL_AFTER_SECONDS = 10.0
+#: What a batch may take of a collective's timeout. Other ranks wait in a collective: this rank knows why, and is first.
+_SHARE_OF_TIMEOUT = 0.8
+
+logger = logging.getLogger(__name__)
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -134,9 +146,15 @@ class BatchLoader(Iterator[dict[str, torch.Tensor]]):
     """Batches of a DataLoader. Ends its processes when it is closed or collected, or when this process exits.
 
     The processes ignore SIGTERM (`_ignore_signals`), so without this class the exit would wait for them forever.
+
+    Args:
+        loader: gives the batches.
+        name: what they are of, for errors.
+        timeout_seconds: --distributed-timeout-minutes, for a batch; None: no limit.
     """
 
-    def __init__(self, loader: DataLoader):
+    def __init__(self, loader: DataLoader, *, name: str = "data", timeout_seconds: float | None = None):
+        self._name, self._timeout_seconds = name, timeout_seconds
         before = set(multiprocessing.active_children())
         with freeing_nothing_of_the_parent():
             self._batches: Iterator[dict[str, torch.Tensor]] | None = iter(loader)
@@ -147,7 +165,50 @@ class BatchLoader(Iterator[dict[str, torch.Tensor]]):
     def __next__(self) -> dict[str, torch.Tensor]:
         if self._batches is None:
             raise StopIteration
-        return next(self._batches)
+        if self._timeout_seconds is None:
+            return next(self._batches)
+        first = min(_TELL_AFTER_SECONDS, self._timeout_seconds / 6)
+        left = iter([_SHARE_OF_TIMEOUT * self._timeout_seconds - first])
+        try:
+            with alarm(first, lambda: self._overdue(first, next(left, None))):
+                return next(self._batches)
+        except UserError:
+            self._kill()
+            raise
+
+    def _overdue(self, waited: float, left: float | None) -> float:
+        """Say that no batch has come for so many seconds; how long to wait on.
+
+        Raises:
+            UserError: no time is left.
+        """
+        who = "this process reads it"
+        if self._processes:
+            who = "data worker " + ", ".join(f"{pid} ({state})" for pid, state in sorted(self._states().items()))
+        minutes = (self._timeout_seconds or 0) / 60
+        if left is None:
+            raise UserError(
+                f"no batch of {self._name} has come within {_SHARE_OF_TIMEOUT:.0%} of --distributed-timeout-minutes "
+                f"{minutes:g}: {who}; look at the file system of the data, or raise the timeout"
+            )
+        logger.warning("no batch of %s for %.0f s: %s; the run ends in %.0f s", self._name, waited, who, left)
+        return left
+
+    def _states(self) -> dict[int, str]:
+        """The processes by number, and what the system says that they do: "stopped", "disk-sleep" and the like."""
+        states = {}
+        for process in self._processes:
+            with suppress(psutil.Error):
+                states[process.pid or 0] = psutil.Process(process.pid).status()
+        return states
+
+    def _kill(self) -> None:
+        """End the processes before torch looks for them: it would wait for one that is stopped, or raise."""
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for process in self._processes:
+            process.kill()
+            process.join()
+        signal.signal(signal.SIGCHLD, handler)
 
     def __del__(self) -> None:
         self.close()
@@ -173,6 +234,8 @@ def build_loader(
     shuffles: Literal["sharded", "whole"] | None = None,
     documents: Bounds | None = None,
     part: SequencePart | None = None,
+    name: str = "data",
+    timeout_seconds: float | None = None,
 ) -> BatchLoader:
     """One rank's micro-batches on the CPU (pinned if there is a GPU), in the order of `MicroBatchSampler`.
 
@@ -182,6 +245,7 @@ def build_loader(
         num_workers: loader processes; 0 loads in this process. It does not change the batches.
         documents: finds the documents that attention stays within; None: attention crosses documents.
         part: this rank's tokens of each sequence; None: all of them.
+        name, timeout_seconds: see `BatchLoader`.
 
     Raises:
         ValueError: there are no samples after `consumed_samples`.
@@ -208,7 +272,7 @@ def build_loader(
         # The loader draws a seed for its workers. It must not change the global generator, which training uses.
         generator=torch.Generator(),
     )
-    return BatchLoader(loader)
+    return BatchLoader(loader, name=name, timeout_seconds=timeout_seconds)
 
 
 def _stack(
@@ -237,8 +301,8 @@ def _ignore_signals(_worker: int) -> None:
 
     The trainer needs batches until it has finished the step and saved. Then it ends the loader process itself.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _close(loader: weakref.ref[BatchLoader]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,11 @@ from torch.utils.data import Dataset
 from ..config.schema import DataConfig
 from ..errors import UserError
 from .datasets import Datasets
-from .index_files import DatasetBuilder, index_folder
+from .index_files import DatasetBuilder
 from .sft_encoding import Encoding
 from .sft_files import ConversationFile, open_conversations
 from .sft_packing import pack_best_fit
-from .splits import SPLITS, blends_of_splits, builder_sources, process_group, remedies, weighted
+from .splits import SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, remedies
 from .token_files import Blend
 from .tokenizer import Tokenizer
 
@@ -259,11 +259,11 @@ def _build(
         data.tokenizer_model, data.tokenizer_special_tokens, data.sft_tokenizer_prompt_format, data.sft_chat_template
     )
     files = {path: open_conversations(path, encoding, data.data_cache_path) for path in paths}
-    blends = [blend and weighted(blend, partial(_num_samples, data, files, seq_length)) for blend in blends]
+    blends = [blend and _weighted(blend, partial(_num_samples, data, files, seq_length)) for blend in blends]
     config = SFTDatasetConfig(
         random_seed=seed,
         sequence_length=seq_length,
-        path_to_cache=str(index_folder([Path(path).resolve() for path in paths], data.data_cache_path, kind="blend")),
+        path_to_cache=str(cache_folder([Path(path).resolve() for path in paths], data.data_cache_path, kind="blend")),
         tokenizer=tokenizer,
         reset_position_ids=True,
         reset_attention_mask=True,
@@ -282,6 +282,13 @@ def _build(
     _check_lines(data, config, blends, files)
     with process_group():
         return list(DatasetBuilder(SFTDataset, list(sizes), lambda: True, config).build())
+
+
+def _weighted(blend: Blend, num_samples: Callable[[str], int]) -> Blend:
+    """A blend of several files with their numbers of samples as default weights: all are read equally often."""
+    if len(blend.prefixes) == 1:
+        return Blend(blend.prefixes, None)
+    return Blend(blend.prefixes, blend.weights or tuple(float(num_samples(path)) for path in blend.prefixes))
 
 
 def _num_samples(data: DataConfig, files: dict[str, ConversationFile], seq_length: int, path: str) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import UserError
 from .documents import RawBatch, documents_of, read_batches
+from .limits import seconds_for, watched
 from .pools import process_pool, results_in_order
 from .sft_conversations import conversations_of
 from .sft_formats import template_text
@@ -51,7 +52,8 @@ class Encoding:
             UserError: see `ChatTemplate` and `template_text`.
         """
         tokenizer = HuggingFaceTokenizer(self.tokenizer, special_tokens=self.special_tokens)
-        return ChatTemplate(tokenizer, template_text(self.prompt_format, self.template_file))
+        text = template_text(self.prompt_format, self.template_file)
+        return ChatTemplate(tokenizer, text, file=self.template_file)
 
 
 @dataclass
@@ -119,13 +121,18 @@ def _encode(template: ChatTemplate, batch: RawBatch) -> EncodedLines:
         UserError: a bad line, named.
     """
     gathered = _Gathered()
-    for line, content in documents_of(batch):
-        conversations = conversations_of(content, f"{batch.path}:{line}")
-        gathered.per_line.append(len(conversations))
-        for conversation in conversations:
-            tokens, is_answer = template.encode(conversation)
-            gathered.tokens.append(tokens)
-            gathered.is_answer.append(is_answer)
+    with watched() as give:
+        for line, content in documents_of(batch):
+            place = f"{batch.path}:{line}"
+            # Templates have a limit of their own, which comes first where it can; it is for each text that they write.
+            seconds = 2 * seconds_for(len(content))
+            give(seconds, f"{place}: {template.tokenizer.too_slow(seconds)}")
+            conversations = conversations_of(content, place)
+            gathered.per_line.append(len(conversations))
+            for conversation in conversations:
+                tokens, is_answer = template.encode(conversation)
+                gathered.tokens.append(tokens)
+                gathered.is_answer.append(is_answer)
     no_tokens = np.zeros(0, dtype=np.int32)
     return EncodedLines(
         np.concatenate([no_tokens, *gathered.tokens]),

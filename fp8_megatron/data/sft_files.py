@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..errors import UserError
-from ..outputs import writing_to
-from .aside import built_aside
-from .index_files import remove_damaged
+from .cached_arrays import make_files, map_arrays
 from .sft_encoding import Encoding, encode_all
 from .splits import cache_folder
 
@@ -71,14 +69,9 @@ def open_conversations(name: str, encoding: Encoding, cache_root: str | None) ->
     path = Path(name).resolve()
     template = encoding.template()  # each rank knows its own error of a missing tokenizer
     folder = cache_folder([path], cache_root, kind="sft", settings=(_FORMAT, template.fingerprint))
-    _first_does(lambda: _make(name, encoding, folder))
-    try:
-        return ConversationFile(**{part: np.load(folder / f"{part}.npy", mmap_mode="r") for part in _PARTS})
-    except FileNotFoundError:
-        raise UserError(
-            f"rank 0 wrote the tokens of {name} to {folder}, which this host does not see; give --data-cache-path a "
-            f"folder that all hosts share"
-        ) from None
+    files = [f"{part}.npy" for part in _PARTS]
+    _first_does(lambda: make_files(folder, files, "crc32.json", partial(_write, name, encoding)))
+    return ConversationFile(*map_arrays(folder, files, f"the tokens of {name}"))
 
 
 def _first_does(action: Callable[[], object]) -> None:
@@ -102,14 +95,13 @@ def _first_does(action: Callable[[], object]) -> None:
         raise UserError(problem[0])
 
 
-def _make(name: str, encoding: Encoding, folder: Path) -> None:
-    """Write the parts of a file, unless they are there and can be read."""
-    for part in _PARTS:
-        remove_damaged(folder / f"{part}.npy")
-    if all((folder / f"{part}.npy").is_file() for part in _PARTS):
-        return
+def _write(name: str, encoding: Encoding, folder: Path) -> None:
+    """Write the parts of a file into a folder."""
     started = time.monotonic()
-    encoded = list(encode_all(name, encoding))
+    try:
+        encoded = list(encode_all(name, encoding))
+    except OSError as error:
+        raise UserError(f"{name} cannot be read ({error.strerror or error}); copy it again") from error
     ends = (
         np.cumsum(np.concatenate([lines.conversation_lengths for lines in encoded])) if encoded else np.zeros(0),
         np.cumsum(np.concatenate([lines.line_lengths for lines in encoded])) if encoded else np.zeros(0),
@@ -117,7 +109,8 @@ def _make(name: str, encoding: Encoding, folder: Path) -> None:
     if not len(ends[0]):
         raise UserError(f"{name} has no conversation; give one a line")
     tokens, is_answer = (np.concatenate([getattr(lines, part) for lines in encoded]) for part in _PARTS[:2])
-    _save(folder, dict(zip(_PARTS, (tokens, is_answer, *ends), strict=True)))
+    for part, array in zip(_PARTS, (tokens, is_answer, *ends), strict=True):
+        np.save(folder / f"{part}.npy", array)
     logger.info(
         "%s: %d conversations, %d tokens, of which %d are answers (%.1f s)",
         name,
@@ -126,13 +119,3 @@ def _make(name: str, encoding: Encoding, folder: Path) -> None:
         int(is_answer.sum()),
         time.monotonic() - started,
     )
-
-
-def _save(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write the parts of a file into a folder of their own, and name them when all are complete."""
-    with writing_to(folder, "--data-cache-path"), built_aside(folder) as aside:
-        for part, array in arrays.items():
-            np.save(aside / f"{part}.npy", array)
-        for part in arrays:
-            if not (folder / f"{part}.npy").is_file():  # else other hosts may have mapped it
-                os.replace(aside / f"{part}.npy", folder / f"{part}.npy")

@@ -9,17 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
+from . import limits
+from .limits import alarm
 from .sft_conversations import ANSWERING, Conversation, Message
 from .transformers_tokenizer import HuggingFaceTokenizer
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OF_A_MESSAGE = ", message "
 #: ``message['content'] is none`` and the like.
 _KNOWS_NULL = re.compile(r"content\W{0,3}\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
 
@@ -30,14 +35,16 @@ class ChatTemplate:
     Args:
         tokenizer: a fast one: it says which characters a token comes from.
         template: Jinja; None: the tokenizer's own.
+        file: where it is from, for errors.
 
     Raises:
         UserError: the tokenizer is slow, or has no template.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None):
+    def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None, *, file: str | None = None):
         self.tokenizer = tokenizer
         self._name = tokenizer.name
+        self._file = file or self._name
         self._backend = tokenizer.backend
         if not self._backend.is_fast:
             raise UserError(
@@ -53,6 +60,7 @@ class ChatTemplate:
         self.text: str = own if template is None else template
         self._marks_answers = _MARK.search(self.text) is not None
         self._reads_weights = "weight" in self.text
+        self._writes: set[str] = set()
         self._knows_null = _KNOWS_NULL.search(self.text) is not None
 
     @property
@@ -75,10 +83,12 @@ class ChatTemplate:
 
         Raises:
             UserError: the template refuses the conversation, or does not tell where its answers are; an answer has a
-                ``weight`` that the template does not read.
+                ``weight`` that the template does not read; it has messages, calls or tools that the template leaves
+                out.
         """
         self._check_weights(conversation)
-        text, spans = self._marked(conversation) if self._marks_answers else self._compared(conversation)
+        text, spans = self._text(conversation)
+        self._check_all_is_written(conversation, text)
         encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = np.array(encoded["input_ids"], dtype=np.int32)
         first, behind = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T  # characters of each token
@@ -103,11 +113,35 @@ class ChatTemplate:
                     f"{{% generation %}} and reads weight: --sft-chat-template FILE"
                 )
 
+    def _text(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the characters of each answer."""
+        return self._marked(conversation) if self._marks_answers else self._compared(conversation)
+
+    def _check_all_is_written(self, conversation: Conversation, text: str) -> None:
+        """Refuse what the template leaves out without a word: it writes the same text of a conversation with less.
+
+        Of what a template has written once, roles and tools, it is not asked again.
+        """
+        for what, without in _with_less(conversation):
+            if what in self._writes:
+                continue
+            try:
+                is_left_out = self._text(without)[0] == text
+            except UserError:  # it needs what was left out
+                is_left_out = False
+            if is_left_out:
+                raise UserError(
+                    f"{conversation.place}{what}: the chat template of {self._file} does not write them; remove them, "
+                    f"or give a template that does: --sft-chat-template FILE"
+                )
+            if not what.startswith(_OF_A_MESSAGE):
+                self._writes.add(what)
+
     def _marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the characters of each answer as the template marks them."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _naming(conversation):
+        with self._naming(conversation):
             rendered: Any = render_jinja_template(
                 conversations=[self._messages(conversation)],
                 tools=conversation.tools,
@@ -150,7 +184,7 @@ class ChatTemplate:
 
     def _write(self, conversation: Conversation, num_messages: int, *, prompts: bool = False) -> str:
         """The first messages as text; `prompts` adds what comes before an answer."""
-        with _naming(conversation):
+        with self._naming(conversation):
             return str(
                 self._backend.apply_chat_template(
                     self._messages(conversation)[:num_messages],
@@ -161,14 +195,49 @@ class ChatTemplate:
                 )
             )
 
+    @contextmanager
+    def _naming(self, conversation: Conversation) -> Iterator[None]:
+        """Turn what a template raises into an error that names the conversation. A template may do anything wrong."""
+        try:
+            with alarm(limits.SECONDS, _never_ends):
+                yield
+        except TimeoutError as error:
+            raise UserError(
+                f"{conversation.place}: the chat template of {self._file} has not written it within "
+                f"{limits.SECONDS:.0f} s, and was at its line {_line_of_template(error)}; give one that ends: "
+                f"--sft-chat-template FILE"
+            ) from error
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise UserError(
+                f"{conversation.place}: the chat template refuses it ({reason}); correct one of them"
+            ) from error
 
-@contextmanager
-def _naming(conversation: Conversation) -> Iterator[None]:
-    """Turn what a template raises into an error that names the conversation. A template may do anything wrong."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(
-            f"{conversation.place}: the chat template refuses it ({reason}); correct one of them"
-        ) from error
+
+def _with_less(conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
+    """(what, the conversation without it or with another one) of all that a template may leave out."""
+    messages = conversation.messages
+    if conversation.tools:
+        yield ": tools", replace(conversation, tools=None)
+    for role in dict.fromkeys(message["role"] for message in messages if message["role"] != ANSWERING):
+        other = [
+            {**message, "content": f"{message['content']}x"} if message["role"] == role else message
+            for message in messages
+        ]
+        yield f": messages of the role {role}", replace(conversation, messages=tuple(other))
+    for index, message in enumerate(messages):
+        if message.get("tool_calls"):
+            plain = {key: value for key, value in message.items() if key != "tool_calls"}
+            plain["content"] = plain["content"] or ""
+            less = (*messages[:index], plain, *messages[index + 1 :])
+            yield f"{_OF_A_MESSAGE}{index + 1}: tool_calls", replace(conversation, messages=less)
+
+
+def _never_ends() -> float:
+    raise TimeoutError
+
+
+def _line_of_template(error: Exception) -> int | None:
+    """The line of a template that raised an error. Jinja gives its frames the lines of the template."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    return lines[-1] if lines else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..config.schema import DataConfig
+from ..device.rendezvous import talk_over_loopback
 from ..errors import UserError
 from .token_files import Blend, number_in
 
@@ -55,21 +56,6 @@ def _check_split(split: str) -> None:
     known = [part for part in parts if part is not None and 0 <= part < math.inf]
     if len(parts) > 3 or len(known) < len(parts) or not 0 < sum(known) < math.inf:
         raise UserError(f"--split {split}: give up to three weights (train,valid,test), not all 0, e.g. 969,30,1")
-
-
-def weighted(blend: Blend, size_of: Callable[[str], int]) -> Blend:
-    """The blend with the sizes of its files as default weights, so that a pass over one is a pass over all.
-
-    Without weights the builder would stop after one epoch.
-
-    Args:
-        size_of: how much one pass over a file has, not 0.
-    """
-    if len(blend.prefixes) == 1:
-        return Blend(blend.prefixes, None)
-    if blend.weights is not None:
-        return blend
-    return Blend(blend.prefixes, tuple(float(size_of(prefix)) for prefix in blend.prefixes))
 
 
 def builder_sources(data: DataConfig, blends: Sequence[Blend | None]) -> dict[str, object]:
@@ -126,6 +112,7 @@ def process_group() -> Iterator[None]:
     if torch.distributed.is_initialized():
         yield
         return
+    talk_over_loopback()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         yield

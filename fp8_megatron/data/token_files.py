@@ -21,7 +21,7 @@ PREPROCESS_AGAIN = "run tools/preprocess_data.py again"
 
 @dataclass(frozen=True)
 class Blend:
-    """Token files and their sampling weights. Without weights, a pass over one file is a pass over all of them."""
+    """Token files and their shares of the samples. Without weights, each is read once."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None

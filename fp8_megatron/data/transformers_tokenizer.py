@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ..errors import UserError
+from .limits import seconds_for, watched
 from .tokenizer import Tokenizer, check_tokenizer_path
 
 _CONNECT_SECONDS = 10.0
+#: Its files may come from a slow server, or from the hub.
+_LOADING_SECONDS = 300.0
+
+_SETTINGS = "tokenizer_config.json"
 
 #: Files of a Hugging Face tokenizer that are JSON objects.
 JSON_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    _SETTINGS,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -51,15 +57,18 @@ class HuggingFaceTokenizer(Tokenizer):
             what, fix = "folder", "it needs the tokenizer.json and tokenizer_config.json that save_pretrained() writes"
         else:
             what, fix = "name", "give a local folder that save_pretrained() wrote, or log in with hf auth login"
+        self.name = model
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                folder or model, local_files_only=folder is not None, trust_remote_code=False
-            )
-            if special_tokens:
-                self._tokenizer.add_tokens(list(special_tokens), special_tokens=True)
-            eod, ids = self._tokenizer.eos_token_id, self._tokenizer.get_vocab().values()
-            num_tokens = max(len(self._tokenizer), max(ids, default=0) + 1)  # ids may leave some out
-            self._tokenizer("a", add_special_tokens=False)
+            with self._limited(_LOADING_SECONDS):
+                self._tokenizer = AutoTokenizer.from_pretrained(
+                    folder or model, local_files_only=folder is not None, trust_remote_code=False
+                )
+                if special_tokens:
+                    self._tokenizer.add_tokens(list(special_tokens), special_tokens=True)
+                eod, ids = self._tokenizer.eos_token_id, self._tokenizer.get_vocab().values()
+                num_tokens = max(len(self._tokenizer), max(ids, default=0) + 1)  # ids may leave some out
+                self._tokenizer("a", add_special_tokens=False)
+            known = None if folder is None else _tokens_of(Path(folder))
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # a damaged file raises almost anything; a panic of Rust is no Exception
@@ -73,9 +82,29 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"tokenizer {what} {model} has no end-of-sequence token, which ends each document: "
                 f"set eos_token in its tokenizer_config.json"
             )
+        end = str(self._tokenizer.eos_token)
+        if known is not None and end not in known and end not in special_tokens:
+            raise UserError(
+                f"tokenizer {what} {model} has eos_token {end!r}, which its vocabulary lacks: transformers would give "
+                f"it id {eod}, which no model of this tokenizer knows; set eos_token in its tokenizer_config.json to a "
+                f"token that it has, or add it with --tokenizer-special-tokens"
+            )
         self._adds_special_tokens = include_special_tokens
-        self.name = model
         super().__init__(num_tokens, eod, model)
+
+    def too_slow(self, seconds: float) -> str:
+        """What to print where it has taken so long, and its process ends."""
+        return (
+            f"the tokenizer {self.name} has not ended within {seconds:.0f} s: its normaliser or another part may never "
+            f"end; give another tokenizer, or a shorter text"
+        )
+
+    @contextmanager
+    def _limited(self, seconds: float) -> Iterator[None]:
+        """End this process if the block takes longer: the tokenizer's native code can hold Python's lock for ever."""
+        with watched() as give:
+            give(seconds, self.too_slow(seconds))
+            yield
 
     @property
     def backend(self) -> Any:
@@ -117,14 +146,16 @@ class HuggingFaceTokenizer(Tokenizer):
         if not texts:
             return []
         try:
-            encoded = self._tokenizer(list(texts), add_special_tokens=self._adds_special_tokens, verbose=False)
+            with self._limited(seconds_for(sum(map(len, texts)))):
+                encoded = self._tokenizer(list(texts), add_special_tokens=self._adds_special_tokens, verbose=False)
             return encoded["input_ids"]
         except (TypeError, KeyError, OverflowError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"the Hugging Face tokenizer cannot encode the text ({reason})") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        with self._limited(seconds_for(len(ids))):
+            return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def save(self, folder: Path) -> None:
         """Write the files that transformers loads."""
@@ -165,6 +196,20 @@ def _unreachable(endpoint: str) -> str | None:
             return None
     except OSError as error:
         return f"{endpoint} cannot be reached ({error.strerror or error})"
+
+
+def _tokens_of(folder: Path) -> set[str] | None:
+    """The tokens that the JSON files of a tokenizer name; None if its vocabulary is in another kind of file."""
+    files = {name: folder / name for name in ("tokenizer.json", "vocab.json", "added_tokens.json", _SETTINGS)}
+    content = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in files.items() if path.is_file()}
+    if not content.keys() & {"tokenizer.json", "vocab.json"}:
+        return None
+    whole, settings = content.get("tokenizer.json", {}), content.get(_SETTINGS, {})
+    vocabulary = (whole.get("model") or {}).get("vocab") or ()  # pairs of a token and its score for Unigram
+    tokens = {token if isinstance(token, str) else token[0] for token in vocabulary}
+    added = [*(whole.get("added_tokens") or ()), *(settings.get("added_tokens_decoder") or {}).values()]
+    tokens.update(token["content"] if isinstance(token, dict) else str(token) for token in added)
+    return tokens.union(content.get("vocab.json", ()), content.get("added_tokens.json", ()))
 
 
 def check_json_files(folder: Path) -> None:

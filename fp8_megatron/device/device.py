@@ -7,6 +7,7 @@ import os
 import torch
 
 from ..errors import UserError
+from . import variables
 
 #: Compute capability of the first GPUs with FP8 tensor cores (Ada); Hopper is (9, 0).
 _FIRST_FP8_CAPABILITY = (8, 9)
@@ -50,17 +51,17 @@ def prepare_cuda_environment(*, needs_launch_order: bool, records_graphs: bool =
 
 def local_rank() -> int:
     """This process's rank on its node, as torchrun sets it (0 outside torchrun)."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return variables.number("LOCAL_RANK", 0)
 
 
 def node_size() -> int:
     """Ranks of this node, as torchrun sets them (1 outside torchrun)."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return variables.number("LOCAL_WORLD_SIZE", 1)
 
 
 def world_size() -> int:
     """Ranks of the run, as torchrun sets them (1 outside torchrun)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return variables.number("WORLD_SIZE", 1)
 
 
 def select_device() -> torch.device:

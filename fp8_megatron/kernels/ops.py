@@ -750,7 +750,7 @@ def update_amax_history_(
     history: Tensor,
     fp_max: Tensor,
     previous: Tensor,
-    grad_norm: Tensor | None,
+    square_sum: Tensor,
     *,
     keeps_largest: bool,
     power_of_two: bool,
@@ -760,7 +760,7 @@ def update_amax_history_(
     assert amax.shape == fp_max.shape == (n,) and record.shape == (n, RECORD_SIZE), (amax.shape, record.shape, n)
     assert written.shape[::2] == previous.shape, (written.shape, previous.shape)
     return _OPS.update_amax_history_(
-        amax, record, written, history, fp_max, previous, grad_norm, keeps_largest, power_of_two
+        amax, record, written, history, fp_max, previous, square_sum, keeps_largest, power_of_two
     )
 
 

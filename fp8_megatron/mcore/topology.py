@@ -19,6 +19,7 @@ from ..data.sequence_parts import SequencePart
 from ..device.device import distributed_backend
 from ..device.group import Group
 from ..device.rendezvous import process_group_arguments
+from ..device.variables import check_variables, number
 from ..formats import GradReduceMode
 from ..sharding.partition import Cut
 from ..sharding.replicas import Replicas, Sharing
@@ -195,11 +196,12 @@ def initialized(
 
 
 def _join_launched(device: torch.device, timeout: timedelta) -> None:
-    """Join the process group that torchrun describes, or make a world of one."""
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
+    """Join the process group that torchrun describes, or make a world of one.
+
+    Raises:
+        UserError: a variable of the environment is wrong, or a rank has not come.
+    """
+    check_variables(os.environ, on_gpu=device.type == "cuda")
     torch.distributed.init_process_group(
         distributed_backend(device),
         timeout=timeout,
@@ -240,5 +242,5 @@ def _node_groups(timeout: timedelta) -> NodeGroups:
     everyones: list[list[int]] = [[] for _ in range(world_size)]
     torch.distributed.all_gather_object(everyones, mine)
     groups = sorted(set(map(tuple, everyones)))
-    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    node_size = number("LOCAL_WORLD_SIZE", world_size)
     return new_node_groups(groups, sum(rank // node_size == mine[0] // node_size for rank in mine), timeout=timeout)

@@ -132,9 +132,9 @@ def _layer_types(layout: PipelineLayout) -> list[list[LayerType]]:
 
 
 def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
-    """megatron-core's function of the activation. GELU is its tanh approximation on every device.
+    """megatron-core's function of the activation, the same on every device.
 
-    megatron-core's fused kernel computes the approximation for `gelu` and accepts no other name for it. Its own squared
+    megatron-core's fused kernel computes GELU's tanh form for `gelu` and accepts no other name for it. Its own squared
     ReLU and quick GELU are compiled where they are imported, on a CPU too.
     """
     if model.swiglu:
@@ -143,7 +143,7 @@ def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Ten
         return _squared_relu
     if model.quick_geglu:
         return _quick_gelu
-    return torch.nn.functional.gelu if is_fused else _tanh_gelu
+    return torch.nn.functional.gelu if is_fused or model.activation == "gelu_erf" else _tanh_gelu
 
 
 def _squared_relu(x: Tensor) -> Tensor:

@@ -234,7 +234,7 @@ def _known_parts(x: Tensor, linear: LinearParams, quantizer: Quantizer) -> _Know
     or the layer is not on a GPU.
     """
     history = quantizer.history
-    if quantizer.probe is not None or (history is not None and not history.is_warm):
+    if quantizer.probe is not None or (history is not None and not history.knows(quantizer.slot)):
         return None
     known = _known_weight(x, quantizer.format, linear)
     if known is None:

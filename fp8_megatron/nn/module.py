@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -381,9 +382,10 @@ class FP8Linear(torch.nn.Linear):
         values, assigns = state_dict.get(prefix + "weight"), local_metadata.get("assign_to_params_buffers")
         if assigns and isinstance(values, Tensor) and self.weight.is_meta and not values.is_meta:
             self.to_empty(device=values.device, recurse=False)
-        super()._load_from_state_dict(
-            state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *others
-        )
+        with nullcontext() if self.home is None else self.home.loading():
+            super()._load_from_state_dict(
+                state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *others
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         weight: Any = self._parameters["weight"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..quantization.amax_history import AmaxHistory
+from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..sharding.grad_buffer import GradBuffer
 
 
@@ -31,12 +31,13 @@ def global_grad_norm(
         histories: delayed scales of this rank's casts, to be examined (`AmaxHistory.examine`).
         loss: FP32 [1], this rank's part of the step's loss; None: not looked at.
     """
-    total = torch.zeros(1, device=device) if loss is None else loss * 0.0  # 0 · x is NaN where x is not finite
+    # 0 · x is NaN where x is not finite.
+    total = SquareSum(torch.zeros(1, device=device) if loss is None else loss * 0.0)
     for buffer in buffers:
         sharing = buffer.space.sharing
         if sharing.counts_in_norm:
             square = buffer.squared_norm()
-            total += square if sharing.grad_factor == 1.0 else square * sharing.grad_factor**2
+            total.add_(square if sharing.grad_factor == 1.0 else square * sharing.grad_factor**2)
     for history in histories:
         history.examine(total)
     if world is not None and world.size() > 1:

@@ -12,12 +12,13 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NewType
 
 import torch
 from torch import Tensor
 
 from ..device.group import Group
+from ..device.host_copy import HostCopy
 from ..formats import CLAMPED_ABOVE, MAX_FINITE
 from ..kernels import ops
 from .cast_report import Role, SlotName, causes
@@ -29,8 +30,15 @@ _STRIDE = 4
 #: A step is skipped if a cast clamps more than this fraction of a tensor (docs/fp8_health.md). Normal values that
 #: grow by a factor of 5 between two steps reach it; in the first steps of a small model, 1% is an everyday event.
 MOST_SATURATED = 0.5
+#: Steps after which slots that still saw no value are not waited for (`AmaxHistory.is_settled`).
+_SETTLED = 16
 #: Roles of tensors that are in proportion to the gradient of the loss.
 _OF_GRADIENTS = (Role.GRAD_OUTPUT, Role.WEIGHT_GRAD, Role.ATTENTION_GRAD)
+
+#: FP32 [1], the squares of a step's gradients, to which `AmaxHistory.examine` adds what casts saw. Ranks sum theirs in
+#: place. Finite: the step counts. inf: it is skipped, and its amaxes are kept, for the next scales to fit. NaN: it is
+#: skipped, and its amaxes are dropped.
+SquareSum = NewType("SquareSum", Tensor)
 
 
 class AmaxHistory:
@@ -38,8 +46,11 @@ class AmaxHistory:
 
     Slots are added while the model is built; `allocate` then makes the tensors. Within a step, each slot's record
     collects the amaxes of all micro-batches and of recomputed forwards, so a recomputed forward sees the same scale.
-    `examine` looks at the records before the gradient norm is reduced, and `update` closes the step. Until a step that
-    is not skipped has been closed, `is_warm` is False and quantisers use current scaling.
+    `examine` looks at the records before the gradient norm is reduced, and `update` closes the step.
+
+    A slot is cold until a closed step has seen a value other than 0 in it. It has no scale then, on the device inf, and
+    quantisers use current scaling (`knows`). The host learns of a slot's first value one step late, because it waits
+    for no step. The first step of all is the exception: the next one's casts depend on it.
 
     Args:
         length: steps.
@@ -55,7 +66,16 @@ class AmaxHistory:
         self.margin = margin
         self.algo = algo
         self.power_of_two = power_of_two
+        #: Whether a step has been closed.
         self.is_warm = False
+        #: By slot, whether the host knows that it has a scale.
+        self._known: list[bool] = []
+        #: Slots that were cast without a delayed scale.
+        self._cast_cold: set[int] = set()
+        #: Closed steps since a slot has become known.
+        self._num_unchanged = 0
+        #: The scales behind the last step, on their way to the host; None if it knows every slot's.
+        self._scales_of_last_step: HostCopy | None = None
         #: The slots' names, in the order in which they are blamed (`cast_report.causes`). `allocate` sets it.
         self.suspects: list[SlotName] = []
         #: FP32, the last result of `examine`; see `kernels.scales.reference.examine_records_`.
@@ -112,17 +132,18 @@ class AmaxHistory:
         self.record = torch.zeros(num_slots, ops.RECORD_SIZE, device=device)
         self._amaxes = self.record[:, :1].unbind()
         self._records = self.record[:, :3].unbind()
-        self._take_scales(*(torch.ones(num_slots, _STRIDE, device=device) for _ in range(2)))
+        self._take_scales(*_padded(torch.full((num_slots,), math.inf, device=device)))
+        self._known = [False] * num_slots
         self.history = torch.zeros(self.length, num_slots, device=device)
         self._fp_max = torch.tensor(self._largest, device=device)
-        self._limits = torch.tensor(self._clamped_above, device=device)
-        self._no_limits = torch.full((num_slots,), math.inf, device=device)
+        self._limits = torch.full((num_slots,), math.inf, device=device)
         blamed = causes(self._names)
         self.suspects = [self._names[slot][1] for slot in blamed]
         order = sorted(range(num_slots), key=blamed.__getitem__)
         self._order = torch.tensor([place + 1 for place in order], dtype=torch.int32, device=device)
         self._roles = torch.tensor([name.role for _, name in self._names], dtype=torch.int32, device=device)
         self._streak = torch.zeros(1, device=device)
+        self._square_sum: SquareSum | None = None
         self._written = torch.zeros(num_slots, _WRITTEN_AMAXES, _STRIDE, device=device)
         self._written_amaxes = [itertools.cycle(places[:, :1].unbind()) for places in self._written]
         self._num_written = [0] * num_slots
@@ -131,6 +152,25 @@ class AmaxHistory:
     def num_slots(self) -> int:
         """Slots added so far."""
         return len(self._largest)
+
+    def knows(self, *slots: int) -> bool:
+        """Whether all of these slots have a delayed scale. If not, their tensors' values give the scales."""
+        return all(self._known[slot] for slot in slots)
+
+    @property
+    def num_known(self) -> int:
+        """Slots that have a delayed scale."""
+        return sum(self._known)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next steps are expected to cast as this one: they may be recorded."""
+        return not self.num_slots or (self.is_warm and (not self.has_cold_casts or self._num_unchanged >= _SETTLED))
+
+    @property
+    def has_cold_casts(self) -> bool:
+        """Whether a tensor was cast whose slot has no delayed scale yet. Slots that nobody uses do not count."""
+        return not self.knows(*self._cast_cold)
 
     @property
     def amax(self) -> Tensor:
@@ -147,7 +187,8 @@ class AmaxHistory:
         return self._records[slot]
 
     def raise_amax(self, slot: int, amax: Tensor) -> None:
-        """Record an amax of `slot` in this step, FP32 [1]."""
+        """Record an amax of `slot` in this step, FP32 [1], of a cast that takes another scale."""
+        self._cast_cold.add(slot)
         recorded = self.amax_of(slot)
         torch.maximum(recorded, amax, out=recorded)
 
@@ -200,15 +241,16 @@ class AmaxHistory:
         self._padded_scales, self._padded_inverses, self.scale = scales, inverses, scales[:, 0]
         self._scales, self._inverses = scales[:, :1].unbind(), inverses[:, :1].unbind()
 
-    def examine(self, square_sum: Tensor) -> None:
+    def examine(self, square_sum: SquareSum) -> None:
         """Look at the records of this step: sets `report`. Call it once a step, before the gradient norm is reduced.
 
         Args:
-            square_sum: FP32 [1], this rank's part of the squared norm. A number that is not finite is added if a cast
-                saw one, or clamped more than `MOST_SATURATED` of a tensor.
+            square_sum: this rank's part. A number that is not finite is added if a cast saw one, or clamped more than
+                `MOST_SATURATED` of a tensor. Ranks sum it in place behind this call, and `update` reads it there.
         """
         if self.record is None or not self._largest:
             return
+        self._square_sum = square_sum
         assert self._written is not None
         if self._leaders:
             amaxes = self._amaxes
@@ -219,7 +261,7 @@ class AmaxHistory:
             self.record,
             self._written,
             self._padded_scales,
-            self._limits if self.is_warm else self._no_limits,
+            self._limits,
             self._roles,
             self._order,
             square_sum,
@@ -229,35 +271,41 @@ class AmaxHistory:
         )
 
     def share_amaxes(self, group: Group) -> None:
-        """MAX of the amaxes of this step over `group`, behind `examine`. `update` does so with one group."""
+        """MAX of the amaxes of this step over `group`, behind `examine`. `update` does so with one group. Also of the
+        steps in a row that clamped too much, so that the next one is told from the first on all ranks."""
         if self._examined is not None:
-            torch.distributed.all_reduce(self._examined, op=torch.distributed.ReduceOp.MAX, group=group)
+            shared = torch.cat([self._examined, self._streak])
+            torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
+            self._examined = shared[:-1]
+            self._streak.copy_(shared[-1:])
 
-    def update(self, group: Group | None, grad_norm: Tensor | None = None) -> None:
+    def update(self, group: Group | None, square_sum: SquareSum | None = None) -> None:
         """Close a step: MAX of the amaxes over `group`, push them into the history, take the new scales.
+
+        The sum of squares says whether the amaxes count. Before the history is warm the host reads it, because the
+        next step's casts depend on it, and an inf drops the amaxes too. Later it never does.
 
         Args:
             group: the ranks that share these tensors or hold replicas of the layer: tensor × data parallel. It excludes
                 the pipeline, because its stages hold other layers.
-            grad_norm: FP32 [1], equal on all ranks. NaN: the step was skipped, and its amaxes are dropped
-                (`kernels.scales.reference.update_amax_history_`). The host reads it before the history is warm, because
-                the next step's casts depend on it, and never again; an inf, from squares that overflowed, drops the
-                amaxes then too.
+            square_sum: the ranks' sum, or its root; None: what `examine` was given. Without both the step counts.
         """
         if self.record is None or not self._largest:
             return
+        if self._examined is None:  # nobody has asked: the step counts
+            self.examine(SquareSum(torch.zeros(1, device=self.record.device)))
+            self._square_sum = SquareSum(torch.zeros(1, device=self.record.device))
+        square_sum = self._square_sum if square_sum is None else square_sum
+        assert self.history is not None and self._fp_max is not None and self._written is not None
+        assert self._examined is not None and square_sum is not None
         # On the meta device, where a build counts memory, there are no values.
-        if not self.is_warm and grad_norm is not None and not grad_norm.is_meta and not bool(grad_norm.isfinite()):
+        if not self.is_warm and not self.record.is_meta and not bool(square_sum.isfinite()):
             self._examined = None
             self.discard_current_step()
             return
-        assert self.history is not None and self._fp_max is not None and self._written is not None
-        if self._examined is None:
-            self.examine(torch.zeros(1, device=self.record.device))
         if group is not None and group.size() > 1:
             self.share_amaxes(group)
         amax, self._examined = self._examined, None
-        assert amax is not None
         scales = ops.update_amax_history_(
             amax,
             self.record,
@@ -265,13 +313,36 @@ class AmaxHistory:
             self.history,
             self._fp_max,
             self._padded_scales,
-            grad_norm,
+            square_sum,
             keeps_largest=self.algo == "max",
             power_of_two=self.power_of_two,
         )
         self._take_scales(*scales)
         self._num_written = [0] * len(self._num_written)
-        self.is_warm = True
+        self._learn()
+
+    def _learn(self) -> None:
+        """Learn which slots have seen a value: behind the first step at once, later a step late."""
+        is_first, self.is_warm = not self.is_warm, True
+        self._num_unchanged += 1
+        assert self.scale is not None
+        if self.scale.is_meta:
+            self._know([True] * self.num_slots)
+        if self.num_known == self.num_slots:
+            return
+        before, self._scales_of_last_step = self._scales_of_last_step, HostCopy(self.scale)
+        latest = self._scales_of_last_step if is_first else before
+        if latest is not None:
+            self._know([scale < math.inf for scale in latest.read()])
+        if self.num_known == self.num_slots:
+            self._scales_of_last_step = None
+
+    def _know(self, known: list[bool]) -> None:
+        """Take on which slots have a scale."""
+        if known != self._known:
+            self._known, self._num_unchanged = known, 0
+            limits = [limit if has else math.inf for limit, has in zip(self._clamped_above, known, strict=True)]
+            self._limits = torch.tensor(limits, device=self._limits.device)
 
     def discard_current_step(self) -> None:
         """Forget what was recorded since the last update (a validation pass)."""
@@ -280,10 +351,14 @@ class AmaxHistory:
             self._written.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """History and scales, for a checkpoint; empty without slots or before the first step."""
-        if not self.is_warm or self.history is None or self.scale is None:
+        """All that the next step reads, for a checkpoint, FP32; empty without slots: history, scales (1 where there is
+        none), which slots have a delayed scale (`knows`; −1 before the first step), the steps in a row that clamped
+        too much. All ranks that share the amaxes have the same."""
+        if self.history is None or self.scale is None or not self._largest:
             return {}
-        return {"history": self.history, "scale": self.scale.contiguous()}
+        known = torch.tensor(self._known if self.is_warm else [-1.0] * self.num_slots, device=self.scale.device).float()
+        scale = self.scale.nan_to_num(posinf=1.0)
+        return {"history": self.history, "scale": scale, "known": known, "streak": self._streak}
 
     def slot_keys(self) -> Tensor:
         """int64 [num_slots], what each slot is for: a checksum of its layer, its role, and its number among these."""
@@ -307,7 +382,23 @@ class AmaxHistory:
         factors = torch.tensor(
             [gradient_factor if name.role in _OF_GRADIENTS else 1.0 for _, name in self._names], device="cpu"
         )
-        self.history.copy_(state["history"].cpu() * factors)
-        scale = (state["scale"].cpu() * factors).to(self.scale)[:, None]
-        self._take_scales(*(torch.nn.functional.pad(value, (0, _STRIDE - 1)) for value in (scale, scale.reciprocal())))
+        history, scale = (state[key].cpu() * factors for key in ("history", "scale"))
+        has_value = (history.isfinite() & (history > 0.0)).any(dim=0)
+        saved = state.get("known", torch.tensor([-1.0])).cpu()
+        known = saved > 0.0
+        if bool((saved < 0.0).any()):  # of an earlier version, or of a run before its first step
+            known = has_value | ((scale != factors) & (scale > 0.0))  # without a value it was 1, or 0
+            if not known.any():
+                return
+        self.history.copy_(history)
+        self._take_scales(*_padded(torch.where(known | has_value, scale, math.inf).to(self.scale)))
+        self._streak.copy_(state.get("streak", torch.zeros(1)))
+        self._know(known.tolist())
+        self._scales_of_last_step = None if bool(known.all()) else HostCopy(self.scale)
         self.is_warm = True
+
+
+def _padded(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales FP32 [n] and their reciprocals, FP32 [n, _STRIDE] each."""
+    columns = [torch.nn.functional.pad(value[:, None], (0, _STRIDE - 1)) for value in (scale, scale.reciprocal())]
+    return columns[0], columns[1]

@@ -93,20 +93,26 @@ class AttentionQuantizers:
 
     def inverse_of_value(self, inputs: ops.AttentionInputs) -> Tensor:
         """FP32 [1], the reciprocal of the value's scale in this step."""
-        return self.history.inverse_of(self.value.slot) if self.history.is_warm else inputs.scale_value.reciprocal()
+        if self.history.knows(*self._input_slots):
+            return self.history.inverse_of(self.value.slot)
+        return inputs.scale_value.reciprocal()
 
     def _of_inputs(self) -> tuple[Quantizer, Quantizer, Quantizer]:
         return self.query, self.key, self.value
 
+    @property
+    def _input_slots(self) -> list[int]:
+        return [quantizer.slot for quantizer in self._of_inputs()]
+
     def _known_casts(self) -> ops.QKVCasts | None:
-        """The casts of query, key and value with delayed scales; None before the history has scales."""
-        if not self.history.is_warm:
+        """The casts of query, key and value with delayed scales; None while the history lacks one."""
+        slots = self._input_slots
+        if not self.history.knows(*slots):
             return None
-        slots = (quantizer.slot for quantizer in self._of_inputs())
         return ops.QKVCasts(*(ops.KnownCast(self.history.scale_of(s), self.history.record_of(s)) for s in slots))
 
     def _first_casts_of_inputs(self, parts: Sequence[Tensor]) -> ops.QKVCasts:
-        """Casts before the history has scales. A value that 16 bits rounded down saturates by less than 2⁻⁸."""
+        """Casts while the history lacks a scale. A value that 16 bits rounded down saturates by less than 2⁻⁸."""
         casts = []
         for quantizer, part in zip(self._of_inputs(), parts, strict=True):
             amax = ops.amax(part)
@@ -129,7 +135,8 @@ class AttentionQuantizers:
         """How a GEMM casts the output's gradient. None if `cast_grad_output` must: the scale is not known, or the cast
         is measured."""
         is_measured = self.grad_output.probe is not None and self.grad_output.probe.is_due
-        return self._written_cast(self.grad_output.slot) if self.history.is_warm and not is_measured else None
+        slot = self.grad_output.slot
+        return self._written_cast(slot) if self.history.knows(slot) and not is_measured else None
 
     def cast_grad_output(self, grad: Tensor) -> Quantized:
         """The output's gradient [T, heads · d] in E5M2."""
@@ -162,9 +169,10 @@ class AttentionQuantizers:
                 softmax_scale=softmax_scale,
             )
 
-        casts = self._delayed_casts() if self.history.is_warm else self._first_casts(compute, out.device)
+        is_known = self.history.knows(*self.written)
+        casts = self._delayed_casts() if is_known else self._first_casts(compute, out.device)
         grads = compute(casts)
-        if not self.history.is_warm:
+        if not is_known:
             for slot, (_, _, amax) in zip(self.written, casts, strict=True):
                 self.history.raise_amax(slot, amax)
         return AttentionGrads(*grads, (casts.query.scale, casts.key.scale, casts.value.scale))
@@ -179,7 +187,7 @@ class AttentionQuantizers:
     def _first_casts(
         self, compute: Callable[[ops.AttentionGradCasts], object], device: torch.device
     ) -> ops.AttentionGradCasts:
-        """Casts before the history has scales.
+        """Casts while the history lacks a scale.
 
         Two passes find the scales: the first gives the amax of dS, the second those of the others.
         """

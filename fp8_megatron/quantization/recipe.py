@@ -80,7 +80,7 @@ class Quantizer:
                 delayed scales (the history is reduced over that group) and for blocks (ranks share no scales).
         """
         history = self.history
-        if history is not None and history.is_warm:
+        if history is not None and history.knows(self.slot):
             scale, amax_out = history.scale_of(self.slot), history.record_of(self.slot)
             cast = source.quantize(self.format, scale, amax_out=amax_out)
         else:
@@ -106,7 +106,7 @@ class Quantizer:
 
     def known_scale(self) -> tuple[Tensor, Tensor] | None:
         """The delayed scale FP32 [1], and where to record what the cast saw; None if the values give the scale."""
-        if self.history is None or not self.history.is_warm:
+        if self.history is None or not self.history.knows(self.slot):
             return None
         return self.history.scale_of(self.slot), self.history.record_of(self.slot)
 

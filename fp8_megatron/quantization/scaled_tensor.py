@@ -227,6 +227,9 @@ class ScaledTensor(Decoded):
 
         Args:
             value: of the tensor's shape and any float dtype. Its scales are taken over if its format is the same.
+
+        Raises:
+            NotImplementedError: it is a small change of a layer's FP8 weight without an owner (`Home.check_change`).
         """
         if self.owner is not None:
             self.owner.write(value.master_value() if isinstance(value, Decoded) else value)
@@ -241,17 +244,16 @@ class ScaledTensor(Decoded):
                 self._part.scales_alone = value._part is not None and value._part.scales_alone
             return
         plain = value.dequantize() if isinstance(value, ScaledTensor) else value.to(self._payload.device)
+        home = None if isinstance(value, Decoded) else self.home  # another weight's values are no change of this one's
         if self._scale.numel() > 1:
             ops.quantize_blockwise_(plain.reshape(-1), self._payload.view(-1), self._scale)
         elif self._payload.dtype not in FP8_DTYPES:
             self._payload.copy_(plain)
             self._scale.fill_(1.0)
         elif self._part is None:
-            if self.home is not None:
-                self.home.note_write()
-            self._quantize_(self._payload, plain)
+            self._quantize_(self._payload, plain, home)
         else:
-            self._write_part(self._part, plain)
+            self._write_part(self._part, plain, home)
 
     @property
     def part(self) -> Part | None:
@@ -263,24 +265,29 @@ class ScaledTensor(Decoded):
         part = self._part
         return part is None or part.is_zero or self._scale.numel() > 1 or part.root.numel() == self._payload.numel()
 
-    def _write_part(self, part: Part, plain: Tensor) -> None:
+    def _write_part(self, part: Part, plain: Tensor, home: Home | None) -> None:
         """Write rows of an FP8 weight. Rows that share their memory and their scale move to the new scale."""
         if self._owns_scale():
-            self._quantize_(self._payload, plain)
+            self._quantize_(self._payload, plain, home)
         else:
             values = ops.decode(part.root, self._scale)
             start = self._payload.storage_offset() - part.root.storage_offset()
             values.as_strided(self._payload.shape, self._payload.stride(), start).copy_(plain)
-            self._quantize_(part.root, values)
+            self._quantize_(part.root, values, home)
         part.is_zero = False
         part.scales_alone = True
 
-    def _quantize_(self, payload: Tensor, plain: Tensor) -> None:
+    def _quantize_(self, payload: Tensor, plain: Tensor, home: Home | None) -> None:
         if plain.numel() == 0:
             return
         flat = plain.reshape(1, -1)
         quantized, _, scale = ops.quantize_current(flat, payload.dtype, power_of_two=True)
-        payload.copy_(quantized.view(payload.shape))
+        quantized = quantized.view(payload.shape)
+        if home is not None:
+            if not (home.is_loading or payload.is_meta):
+                home.check_change(ops.decode(payload, self._scale), plain.float(), ops.decode(quantized, scale))
+            home.note_write()
+        payload.copy_(quantized)
         self._scale.copy_(scale)
 
     def like(self, payload: Tensor, scale: Tensor) -> ScaledTensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: torch's names of GELU's forms.
+_GELUS = {"gelu": "tanh", "gelu_erf": "none"}
 #: The slope inside the sigmoid form of GELU.
 _QUICK = 1.702
 
@@ -37,8 +39,8 @@ def _normed(centred: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor) 
 def activation(z: Tensor, kind: str) -> Tensor:
     """The activation of `z` [T, F], or of [T, 2F] (gate, then up), in its dtype [T, F]: see `kernels.activation`."""
     wide = z.float()
-    if kind == "gelu":
-        return torch.nn.functional.gelu(wide, approximate="tanh").to(z.dtype)
+    if kind in _GELUS:
+        return torch.nn.functional.gelu(wide, approximate=_GELUS[kind]).to(z.dtype)
     if kind == "squared_relu":
         return torch.relu(wide).square().to(z.dtype)
     gate, up = wide.chunk(2, dim=1)
@@ -50,8 +52,8 @@ def activation(z: Tensor, kind: str) -> Tensor:
 def activation_backward(grad: Tensor, z: Tensor, kind: str) -> Tensor:
     """The gradient of `z` in its dtype, from the gradient [T, F] of `activation`."""
     wide, upstream = z.float(), grad.float()
-    if kind == "gelu":
-        return torch.ops.aten.gelu_backward(upstream, wide, approximate="tanh").to(z.dtype)
+    if kind in _GELUS:
+        return torch.ops.aten.gelu_backward(upstream, wide, approximate=_GELUS[kind]).to(z.dtype)
     if kind == "squared_relu":
         return (upstream * (2.0 * torch.relu(wide))).to(z.dtype)
     gate, up = wide.chunk(2, dim=1)

@@ -46,6 +46,21 @@ class Decoded(torch.Tensor):
         """Take on new values, of any float dtype."""
         raise NotImplementedError
 
+    def _use_count(self) -> int:
+        """What ``torch.utils.swap_tensors`` asks first.
+
+        Raises:
+            NotImplementedError: somebody keeps the values, and would not see that the tensor has others.
+        """
+        if self.takes_arithmetic:
+            name = f" (layer {self.layer_name})" if self.layer_name else ""
+            raise NotImplementedError(
+                f"torch.utils.swap_tensors would put another tensor in the place of an FP8 weight or gradient of shape "
+                f"{tuple(self.shape)}{name}, which its optimizer would not see: write the values, p.copy_(…)"
+            )
+        count: int = super()._use_count()  # type: ignore[misc]
+        return count
+
     def view_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func`, which makes a view of its first argument or several, makes of this one."""
 

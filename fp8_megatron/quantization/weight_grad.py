@@ -19,7 +19,8 @@ from .operand import Quantized, multiply, multiply_into_
 
 
 class DelayedGradScale(NamedTuple):
-    """The amax-history slot that gives a weight gradient's scale. The scale is known after a run's first step."""
+    """The amax-history slot that gives a weight gradient's scale. The scale is known after the first step that has
+    seen one."""
 
     history: AmaxHistory
     slot: int
@@ -80,7 +81,7 @@ class WeightGrad(NamedTuple):
     @property
     def writes_fp8(self) -> bool:
         """Whether `write_fp8_` is available."""
-        return self.scale is not None and self.scale.history.is_warm
+        return self.scale is not None and self.scale.history.knows(self.scale.slot)
 
     def sample(self, payload: Tensor, wide: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """An even sample of rows, and what `write_fp8_` has written of them to `payload`; both [n, K].

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
+import torch
 from torch import Tensor
 
 from .untraced import enters_no_graph
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 
 #: Writes to a frozen FP8 weight after which `Home` warns. Loading a state takes one.
 MANY_WRITES = 8
+#: How much of a change to an FP8 weight may be lost, as a ratio of norms. New values lose 3%, rounded to FP8.
+MOST_LOST = 0.1
+#: What an average in FP32 of equal values may differ from them, as a ratio of norms.
+FP32_NOISE = 1e-6
 
 
 class WeightOwner(Protocol):
@@ -119,17 +126,22 @@ class CastScale:
 class Home:
     """Mark of the layer that a weight belongs to, shared by the layer, its weight and views of that.
 
-    It counts the values that were written to a weight that only FP8 holds, and warns of what looks like an average.
+    It sees the values that are written to a weight that only FP8 holds: a small change, such as a merged adapter or a
+    step of an average, would be rounded away. Loading a state is none; it counts loads, and warns of many.
 
     Args:
         name: the layer's, for errors.
+
+    Attributes:
+        is_loading: the layer takes on a state dict.
     """
 
-    __slots__ = ("_layers", "name", "num_writes")
+    __slots__ = ("_layers", "is_loading", "name", "num_writes")
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.num_writes = 0
+        self.is_loading = False
         self._layers: list[weakref.ref[WeightLayer]] = []
 
     def add(self, layer: WeightLayer) -> None:
@@ -151,7 +163,42 @@ class Home:
 
     def __setstate__(self, state: tuple[str, int]) -> None:
         self.name, self.num_writes = state
+        self.is_loading = False
         self._layers = []
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """The layer takes on a state dict inside of the block. The values are copied, also where torch is set to swap
+        parameters."""
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        self.is_loading = True
+        try:
+            yield
+        finally:
+            self.is_loading = False
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+    def check_change(self, before: Tensor, value: Tensor, rounded: Tensor) -> None:
+        """Check values that are about to be rounded to the weight's FP8. It waits for the device.
+
+        Args:
+            before: the weight, in FP32.
+            value: the new values, in FP32.
+            rounded: what FP8 makes of them, in FP32.
+
+        Raises:
+            NotImplementedError: they are a change of the weight, of which too much would be lost.
+        """
+        norms = [(rounded - value).norm(), (value - before).norm(), before.norm()]
+        lost, change, size = torch.stack(norms).tolist()
+        if lost > MOST_LOST * change + FP32_NOISE * size:
+            raise NotImplementedError(
+                f"layer {self.name}: its FP8 weight has no master, and would round a change of {change:.2g} by "
+                f"{lost:.2g} (norms). An adapter that is merged, or an average (a momentum encoder, a mean teacher), "
+                f"would be lost: merge in a copy, fp8_megatron.any_model.plain_model(model), keep the layer out of FP8 "
+                f"with filter=…, or write whole new values with load_state_dict"
+            )
 
     def note_write(self) -> None:
         """Values were rounded to the weight's FP8."""

@@ -116,22 +116,18 @@ class MetricsLogger:
         self._batches = batches
         self._left_out = sorted(left_out)
         self._resume_iteration = resume_iteration
-        self._kept_until = 0 if replaces_other_run else resume_iteration
         self._peak_flops = peak_flops
         self._history = _RunHistory()
         self._sinks: list[ScalarSink] = []
         self._progress: ProgressBar | None = None
-        self._health_path = output_dir / HEALTH_FILE
-        self._health_file: MetricsFile | None = None
         if not is_writer:
             return
-        output_dir.mkdir(parents=True, exist_ok=True)
-        self._file = MetricsFile(output_dir / METRICS_FILE, resume_iteration=self._kept_until)
+        kept_until = 0 if replaces_other_run else resume_iteration
+        self._file = MetricsFile(output_dir / METRICS_FILE, resume_iteration=kept_until)
+        self._health_file = MetricsFile(output_dir / HEALTH_FILE, resume_iteration=kept_until)
+        self._file.make()
         self._history.restore(self._file.kept)
-        if self._health_path.exists():  # of this run before a resume, or of an earlier run
-            self._health_file = self._open_health_file()
-        self._sinks = open_sinks(config, output_dir, resume_iteration=self._kept_until, run_config=run_config)
-        self._written = [str(self._file.path), *(sink.destination for sink in self._sinks)]
+        self._sinks = open_sinks(config, output_dir, resume_iteration=kept_until, run_config=run_config)
         if wants_progress_bar(config):
             self._progress = ProgressBar(
                 total=self._steps_to(total_iterations), completed=self._steps_to(resume_iteration)
@@ -179,8 +175,6 @@ class MetricsLogger:
         """Record the casts of one sampled step: all of them in health.jsonl, the worst ones in the other outputs."""
         if not self._is_writer or not sample.casts:
             return
-        if self._health_file is None:
-            self._health_file = self._open_health_file()
         self._health_file.append(sample.record())
         self._send(sample.scalars(), sample.iteration)
 
@@ -197,8 +191,9 @@ class MetricsLogger:
         rows = [("steps", self._steps_text(reached)), *self._history.summary_rows(self._peak_flops)]
         width = max(len(name) for name, _ in rows) + 3
         lines = [f"  {name:<{width}}{value}" for name, value in rows]
-        lines.append(f"  {'written':<{width}}{self._written[0]}")
-        lines += [" " * (2 + width) + destination for destination in self._written[1:]]
+        file = str(self._file.path) if self._file.path.exists() else None
+        written = filter(None, [file, *(sink.destination for sink in self._sinks)])
+        lines += [f"  {'' if i else 'written':<{width}}{where}" for i, where in enumerate(written)]
         return "\n".join(["training summary", *lines])
 
     def close(self) -> None:
@@ -208,8 +203,7 @@ class MetricsLogger:
         if self._progress is not None:
             self._progress.close()
         self._file.close()
-        if self._health_file is not None:
-            self._health_file.close()
+        self._health_file.close()
         while self._sinks:
             self._sinks.pop().close()
 
@@ -247,9 +241,6 @@ class MetricsLogger:
 
         passed_over = (samples_to(one) - samples_to(one - 1) for one in self._left_out if done < one <= end)
         return self._history.seconds_per_sample() * (samples_to(end) - sum(passed_over))
-
-    def _open_health_file(self) -> MetricsFile:
-        return MetricsFile(self._health_path, resume_iteration=self._kept_until)
 
     def _send(self, scalars: Mapping[str, float], iteration: int) -> None:
         for sink in self._sinks:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..outputs import replace_file
+from .report import AppendedFile
 from .run_log import EventKind, event
 
 METRICS_FILE = "metrics.jsonl"
@@ -39,100 +40,91 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsFile:
-    """Appends records to a metrics file, which is first cut to this run's history up to ``resume_iteration``."""
+    """Appends records to a metrics file, which is first cut to this run's history up to ``resume_iteration``.
+
+    What cannot be written is left out, as `AppendedFile` says.
+
+    Attributes:
+        kept: the records of this run's history.
+    """
 
     def __init__(self, path: Path, *, resume_iteration: int) -> None:
         """Keep the records of `path` up to `resume_iteration`. A new run renames an older file with a number."""
         self.path = path
         self.kept: list[dict[str, Any]] = []
-        if path.exists():
-            if resume_iteration > 0:
-                self._truncate(resume_iteration)
-            elif path.stat().st_size > 0:
-                self._set_aside()
-        self._stream = path.open("ab", buffering=0)
-        self._num_bytes = path.stat().st_size
-        self._is_torn = False
-        self._has_failed = False
+        self._resume_iteration = resume_iteration
+        self._file = AppendedFile(path)
+        self._is_cut = False
+        self._history = b""
+        with self._file.writing():
+            self._cut()
+
+    def make(self) -> None:
+        """Make an empty file, if there is none. Without this, the first record does."""
+        self._file.append(b"")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line in one call, so that readers find whole lines, also after a crash.
-
-        A line that cannot be written (e.g. on a full disk) is dropped. The first such line logs a warning.
-        """
-        line = json_line(record).encode()
-        try:
-            self._cut_torn_line()
-            self._is_torn = True
-            rest = memoryview(line)
-            while rest:
-                rest = rest[self._stream.write(rest) :]
-        except OSError as error:
-            self._warn(f"the line of iteration {record['iteration']} is left out, later ones are tried", error)
-        else:
-            self._is_torn = False
-            self._num_bytes += len(line)
+        """Write one line in one call, so that readers find whole lines, also after a crash."""
+        if self._is_cut:
+            self._file.append(json_line(record).encode())
+            return
+        with self._file.writing():
+            self._cut()
+            self.append(record)
 
     def replace_eval(self, record: Mapping[str, Any]) -> None:
         """Write a validation in place of an earlier one of its split and iteration, which stays if that fails."""
         key = (record["kind"], record["iteration"], record["split"])
-        try:
-            self._cut_torn_line()
+        with self._file.writing():
+            self._cut()
             others = (line for line, one in _read_lines(self.path) if _eval_key(one) != key)
-            replace_file(self.path, b"".join([*others, json_line(record).encode()]), aside=self._aside)
-            replaced, self._stream = self._stream, self.path.open("ab", buffering=0)
-            replaced.close()
-            self._num_bytes = self.path.stat().st_size
-        except OSError as error:
-            self._warn(f"the {split_in_words(record['split'])} of iteration {record['iteration']} is left out", error)
-
-    @property
-    def _aside(self) -> Path:
-        """Where a new content of the file is written first."""
-        return self.path.with_suffix(".jsonl.tmp")
+            self._replace(b"".join([*others, json_line(record).encode()]))
 
     def close(self) -> None:
-        """Close the file. Nothing can be appended afterwards."""
-        try:
-            self._cut_torn_line()
-            self._stream.close()
-        except OSError as error:
-            self._warn("lines may be missing", error)
+        """Close the file, and say what is missing in it."""
+        self._file.close()
 
-    def _cut_torn_line(self) -> None:
-        """Remove the part of a line that was written before an error."""
-        if self._is_torn:
-            self._stream.truncate(self._num_bytes)
-            self._is_torn = False
+    def _replace(self, content: bytes) -> None:
+        replace_file(self.path, content, aside=self.path.with_suffix(".jsonl.tmp"))
+        self._file.release()
 
-    def _warn(self, what: str, error: OSError) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            logger.warning("%s: %s: %s", self.path, what, error)
+    def _cut(self) -> None:
+        """Leave this run's history in the file. Done once; tried again after an error."""
+        if not self._is_cut and self.path.exists():
+            if self._resume_iteration > 0:
+                self._history = self._history or self._read_history()
+                self._replace(self._history)
+            else:
+                set_aside(self.path)
+        self._is_cut, self._history = True, b""
 
-    def _truncate(self, resume_iteration: int) -> None:
+    def _read_history(self) -> bytes:
+        """Read the file; the lines of `kept`."""
         lines = list(_read_lines(self.path))
-        kept = [(line, record) for line, record in lines if record["iteration"] <= resume_iteration]
+        kept = [(line, record) for line, record in lines if record["iteration"] <= self._resume_iteration]
         self.kept = [record for _, record in kept]
-        content = b"".join(line for line, _ in kept)
-        replace_file(self.path, content, aside=self._aside)
         if len(kept) < len(lines):
             last = max(record["iteration"] for _, record in lines)
             logger.info(
                 "%s: dropped %d lines after iteration %d: iterations up to %d are trained again",
                 self.path,
                 len(lines) - len(kept),
-                resume_iteration,
+                self._resume_iteration,
                 last,
-                extra=event(EventKind.ROLLBACK, iteration=resume_iteration, dropped_until=last),
+                extra=event(EventKind.ROLLBACK, iteration=self._resume_iteration, dropped_until=last),
             )
+        return b"".join(line for line, _ in kept)
 
-    def _set_aside(self) -> None:
-        number = 1
-        while (older := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
-            number += 1
-        self.path.rename(older)
-        logger.warning("%s is of another run: moved to %s", self.path, older.name)
+
+def set_aside(path: Path) -> None:
+    """Give a metrics file of another run a name with a number; an empty one stays. Raises `OSError`."""
+    if path.stat().st_size == 0:
+        return
+    number = 1
+    while (older := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(older)
+    logger.warning("%s is of another run: moved to %s", path, older.name)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

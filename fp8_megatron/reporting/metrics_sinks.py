@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import socket
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..config.schema import LoggingConfig
+from .report import AppendedFile, Report, write_report
 
 logger = logging.getLogger(__name__)
 
 
 class ScalarSink(Protocol):
-    """Takes named scalars per iteration. ``destination`` says where to look at them."""
+    """Takes named scalars per iteration. Its errors do not end the run."""
 
-    destination: str
+    @property
+    def destination(self) -> str | None:
+        """Where to look at them; None if nothing is there."""
 
     def log(self, scalars: Mapping[str, float], iteration: int) -> None:
         """Write the scalars of one iteration."""
@@ -36,16 +43,12 @@ def open_sinks(
     if config.tensorboard:
         try:
             folder = output_dir / "tensorboard" if config.tensorboard_dir is None else Path(config.tensorboard_dir)
-            events = TensorBoardSink(folder, resume_iteration=resume_iteration)
-            sinks.append(GuardedSink(events, "TensorBoard"))
+            sinks.append(TensorBoardSink(folder, resume_iteration=resume_iteration))
         except ImportError as error:
             logger.warning("no TensorBoard events: %s (pip install tensorboard, or --no-tensorboard)", error)
-        except OSError as error:
-            logger.warning("no TensorBoard events: %s; training goes on without", error)
     if config.wandb_project is not None:
         try:
-            run = WandbSink(config, output_dir, resume_iteration=resume_iteration, run_config=run_config)
-            sinks.append(GuardedSink(run, "W&B"))
+            sinks.append(WandbSink(config, output_dir, resume_iteration=resume_iteration, run_config=run_config))
         except Exception as error:  # wandb raises its own types, ImportError, OSError and others
             logger.warning(
                 "no W&B: starting a run of project %s failed with %s: %s (WANDB_MODE=offline needs neither login nor "
@@ -57,55 +60,49 @@ def open_sinks(
     return sinks
 
 
-class GuardedSink:
-    """A sink whose errors do not end the run. After the first error it warns once and logs nothing more."""
-
-    def __init__(self, sink: ScalarSink, name: str) -> None:
-        self.destination = sink.destination
-        self._sink = sink
-        self._name = name
-        self._has_failed = False
-
-    def log(self, scalars: Mapping[str, float], iteration: int) -> None:
-        """Log, unless an earlier call failed."""
-        if self._has_failed:
-            return
-        try:
-            self._sink.log(scalars, iteration)
-        except Exception as error:  # libraries raise any type; training must continue
-            self._warn(f"logging stops at iteration {iteration}", error)
-
-    def close(self) -> None:
-        """Close the sink. An error is logged and not raised."""
-        try:
-            self._sink.close()
-        except Exception as error:  # as in log
-            self._warn("logging did not end well", error)
-
-    def _warn(self, what: str, error: Exception) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            logger.warning("%s %s: %s: %s", self._name, what, type(error).__name__, error)
-
-
 class TensorBoardSink:
-    """TensorBoard events. On resume, TensorBoard hides events of an earlier session after the resume iteration."""
+    """TensorBoard events. On resume, TensorBoard hides events of an earlier session after the resume iteration.
+
+    They are written at once: TensorBoard's own writer is a thread, and ends with a traceback on a full disk.
+    """
 
     def __init__(self, log_dir: Path, *, resume_iteration: int) -> None:
-        # Imported here because it takes a second, and only the writing rank needs it.
-        from torch.utils.tensorboard import SummaryWriter
+        # Imported here because only the writing rank needs it.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._writer = SummaryWriter(str(log_dir), purge_step=resume_iteration + 1)
-        self.destination = str(log_dir)
+        # TensorBoard reads the files of a folder in the order of their names.
+        path = log_dir / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        version = Event(wall_time=time.time(), file_version="brain.Event:2")
+        start = Event(wall_time=time.time(), step=resume_iteration + 1, session_log=SessionLog(status=SessionLog.START))
+        self._log_dir = log_dir
+        self._file = AppendedFile(path, header=_tensorboard_record(version) + _tensorboard_record(start))
+
+    @property
+    def destination(self) -> str | None:
+        """The folder of the events."""
+        return str(self._log_dir) if self._file.path.exists() else None
 
     def log(self, scalars: Mapping[str, float], iteration: int) -> None:
-        """Add one event per scalar."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, iteration)
+        """Add one event with a value per scalar."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        event = Event(wall_time=time.time(), step=iteration, summary=Summary(value=values))
+        self._file.append(_tensorboard_record(event))
 
     def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
+        """Close the event file."""
+        self._file.close()
+
+
+def _tensorboard_record(event: Any) -> bytes:
+    """An event as event files hold it: with its size and checksums."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    stream = io.BytesIO()
+    RecordWriter(stream).write(event.SerializeToString())
+    return stream.getvalue()
 
 
 class WandbSink:
@@ -125,6 +122,7 @@ class WandbSink:
         run_id = id_file.read_text().strip() if resume_iteration > 0 and id_file.exists() else None
         folder = Path(config.wandb_save_dir) if config.wandb_save_dir is not None else output_dir
         folder.mkdir(parents=True, exist_ok=True)
+        self._report = Report("W&B")
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name,
@@ -134,19 +132,49 @@ class WandbSink:
             id=run_id,
             resume="allow" if run_id is not None else None,
         )
-        id_file.write_text(f"{self._run.id}\n")
+        write_report(id_file, f"{self._run.id}\n".encode())
         # W&B's own step can only grow, but a resumed run goes back to its checkpoint. So our iteration is the axis.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
-        self.destination = self._run.url or str(Path(self._run.dir).parent)
+
+    @property
+    def destination(self) -> str | None:
+        """The run's page, or its folder."""
+        folder = Path(self._run.dir).parent
+        return self._run.url or (str(folder) if folder.exists() else None)
 
     def log(self, scalars: Mapping[str, float], iteration: int) -> None:
         """Log one row."""
-        self._run.log({**scalars, "iteration": iteration})
+        with self._report.writing():
+            self._run.log({**scalars, "iteration": iteration})
 
     def close(self) -> None:
         """Finish the run."""
-        self._run.finish()
+        with self._report.writing():
+            self._run.finish()
+        self._report.end()
+
+
+class _TerminalThatMayClose(io.TextIOBase):
+    """Stderr. What the terminal does not take, since it has closed, is dropped: a bar ends no run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class ProgressBar:
@@ -155,7 +183,8 @@ class ProgressBar:
     def __init__(self, *, total: int, completed: int) -> None:
         """Show the bar, with `completed` of `total` steps already done."""
         # soft_wrap: the terminal wraps a long log line, so that it stays one line when copied.
-        console = Console(stderr=True, force_terminal=True, soft_wrap=True)
+        stderr = cast("TextIO", _TerminalThatMayClose(sys.stderr))
+        console = Console(file=stderr, force_terminal=True, soft_wrap=True)
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ..config.schema import ProfileConfig
-from ..errors import UserError
-from ..outputs import write_output
+from .report import Report, write_report
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +154,12 @@ class StepProfiler:
         gaps = idle_gaps(events, self._num_steps)
         stem = f"profile_rank{self._rank}"
         figures = {"step": asdict(times), "kernels": list(map(asdict, kernels)), "idle": list(map(asdict, gaps))}
-        try:
-            write_output(self._folder / f"{stem}.json", json.dumps(figures, indent=1).encode())
-            write_output(self._folder / f"{stem}.txt", f"{kernel_table(kernels, times, gaps)}\n".encode())
-            if self._config.profile_trace:
-                profiler.export_chrome_trace(str(self._folder / f"trace_rank{self._rank}.json.gz"))
-        except (UserError, OSError) as error:
-            logger.warning("no profile of rank %d: %s; training goes on", self._rank, error)
+        write_report(self._folder / f"{stem}.json", json.dumps(figures, indent=1).encode())
+        write_report(self._folder / f"{stem}.txt", f"{kernel_table(kernels, times, gaps)}\n".encode())
+        if self._config.profile_trace:
+            trace = self._folder / f"trace_rank{self._rank}.json.gz"
+            with Report(trace).writing():
+                profiler.export_chrome_trace(str(trace))
 
 
 def category_of(name: str) -> str:

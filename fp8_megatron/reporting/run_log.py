@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from .report import AppendedFile
 
 EVENTS_FILE = "events.jsonl"
 #: Fields of an event that say whose it is.
@@ -76,8 +77,7 @@ class RunLog(logging.Handler):
 
     A line is written in one call to a file opened for appending, so that a kill leaves whole lines and at most one torn
     line at the end. The next writer ends a torn line; `read_events` leaves it out. Lines reach the disk before the call
-    returns, except those of skipped steps. A line that cannot be written (e.g. on a full disk) is dropped; the first
-    one logs a warning.
+    returns, except those of skipped steps. A line that cannot be written is left out, as `AppendedFile` says.
 
     Args:
         labels: fields of every event, such as its run.
@@ -88,14 +88,9 @@ class RunLog(logging.Handler):
 
     def __init__(self, path: Path, labels: Mapping[str, str | None] | None = None) -> None:
         super().__init__(logging.DEBUG)
-        self.path = path
         self._labels = {name: value for name, value in (labels or {}).items() if value is not None}
         self.iteration = 0
-        self._has_failed = False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = os.fstat(self._descriptor).st_size
-        self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        self._file = AppendedFile(path)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record if it is an event."""
@@ -112,38 +107,18 @@ class RunLog(logging.Handler):
             self._append({"time": time, "iteration": iteration, "kind": kind.value, **fields, "text": text})
 
     def close(self) -> None:
-        """Close the file."""
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = -1
+        """Close the file, and say what is missing in it."""
+        self._file.close()
         super().close()
 
     def _append(self, line: dict[str, Any]) -> None:
-        try:
-            self._write(json.dumps({"time": line["time"], **self._labels, **line}, default=str).encode() + b"\n")
-            if line["kind"] != EventKind.SKIP.value:
-                os.fsync(self._descriptor)
-        except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                logger.warning("%s: %s; events are missing there, and later ones are tried", self.path, error)
-
-    def _write(self, line: bytes) -> None:
-        line = b"\n" + line if self._is_torn else line
-        self._is_torn = True
-        if os.write(self._descriptor, line) < len(line):
-            raise OSError("a line was cut, as on a full disk")
-        self._is_torn = False
+        text = json.dumps({"time": line["time"], **self._labels, **line}, default=str)
+        self._file.append(f"{text}\n".encode(), synced=line["kind"] != EventKind.SKIP.value)
 
 
 def add_event(folder: Path, kind: EventKind, text: str, *, iteration: int, **fields: Any) -> None:
     """Write one event to ``folder/events.jsonl``, from a program that may not be its usual writer. Never raises."""
-    try:
-        log = RunLog(folder / EVENTS_FILE)
-    except OSError as error:
-        logger.warning("%s: %s; an event is missing there: %s", folder / EVENTS_FILE, error, text)
-        return
+    log = RunLog(folder / EVENTS_FILE)
     log.add(kind, text, iteration=iteration, **fields)
     log.close()
 
@@ -159,17 +134,12 @@ def recording(
         run, launch: of every event (`checkpoint.run_identity`).
 
     Yields:
-        The log; None if this rank does not write, or if the file cannot be opened (a warning says why).
+        The log; None if this rank does not write.
     """
     if not is_writer:
         yield None
         return
-    try:
-        log = RunLog(folder / EVENTS_FILE, {RUN: run, LAUNCH: launch})
-    except OSError as error:
-        logger.warning("%s: %s; training goes on without a log of events", folder / EVENTS_FILE, error)
-        yield None
-        return
+    log = RunLog(folder / EVENTS_FILE, {RUN: run, LAUNCH: launch})
     package = logging.getLogger(_PACKAGE)
     package.addHandler(log)
     try:
@@ -184,10 +154,15 @@ def _text_of(time: datetime) -> str:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of a file in order. Lines that a kill or a full disk cut are left out; no file means no events."""
+    """All events of a file in order. Lines that a kill cut are left out. Without a file, or with one that cannot be
+    read (a warning says why), there are no events.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
+        return []
+    except OSError as error:
+        logger.warning("%s cannot be read (%s); what it says of earlier sessions is not used", path, error.strerror)
         return []
     found = []
     for line in text.splitlines():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 from rich.console import Console
 from rich.table import Table
 
@@ -11,7 +13,6 @@ _WIDTH = 120
 
 def table_lines(table: Table) -> list[str]:
     """The lines of a table without colours, at most 120 columns wide on any terminal."""
-    console = Console(width=_WIDTH, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    return [line.rstrip() for line in capture.get().splitlines()]
+    text = io.StringIO()
+    Console(file=text, width=_WIDTH, color_system=None, force_terminal=False).print(table)
+    return [line.rstrip() for line in text.getvalue().splitlines()]

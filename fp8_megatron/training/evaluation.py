@@ -13,9 +13,9 @@ from ..checkpoint.files import iteration_folder
 from ..config.schema import Config
 from ..mcore.runtime import seed_everything
 from ..mcore.topology import Topology
-from ..outputs import writing_to
 from ..reporting.metrics import EvalMetrics, eval_line
 from ..reporting.metrics_file import json_line
+from ..reporting.report import AppendedFile
 from ..watch.failures import RankWatch
 from .build import TrainingState, build_training_state
 from .room import check_memory
@@ -35,6 +35,7 @@ def evaluate_split(
     data: RunData,
     split: str,
     *,
+    consumed_samples: int = 0,
     before_each: Callable[[], None],
     report: Callable[[str, float], None],
     own_stop: Callable[[], StopReason | None],
@@ -42,13 +43,14 @@ def evaluate_split(
     """Report the losses of a split, by the names of its sets. All ranks call this together.
 
     Args:
+        consumed_samples: see `RunData.evaluations`.
         own_stop: what this rank asks to stop for, if anything. A request of any rank ends the evaluation without the
             losses that are not known yet.
 
     Returns:
         That request, or None.
     """
-    for one in data.evaluations(split):
+    for one in data.evaluations(split, consumed_samples):
         before_each()
         loss, stop = evaluate(state, one.loader, one.num_batches, over_tokens=one.is_whole, own_stop=own_stop)
         if stop is not None:
@@ -70,7 +72,7 @@ def evaluate_checkpoint(
 ) -> None:
     """Log the losses of the validation and the test data, and add them to `EVALUATIONS_FILE` of --output-dir.
 
-    They are those of a training run that stands at this checkpoint. Nothing is trained, and no file of a run changes.
+    They are those of the first batches, as with --eval-fixed-samples. Nothing is trained, and no file of a run changes.
     All ranks call this together.
 
     Raises:
@@ -110,9 +112,7 @@ def _report(config: Config, checkpoint: Path, metrics: EvalMetrics) -> None:
     logger.info("%s", eval_line(metrics, total_iterations=None))
     if config.logging.output_dir is None:
         return
-    folder = Path(config.logging.output_dir)
-    with writing_to(folder, "--output-dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-        record = {"checkpoint": str(checkpoint), "precision": config.precision.level, **asdict(metrics)}
-        with (folder / EVALUATIONS_FILE).open("a") as lines:
-            lines.write(json_line(record))
+    record = {"checkpoint": str(checkpoint), "precision": config.precision.level, **asdict(metrics)}
+    lines = AppendedFile(Path(config.logging.output_dir) / EVALUATIONS_FILE)
+    lines.append(json_line(record).encode())
+    lines.close()

@@ -16,8 +16,8 @@ from ..checkpoint.files import CONFIG, META, CheckpointError, candidates, iterat
 from ..checkpoint.loading import read_weights
 from ..checkpoint.manifest import check_files
 from ..checkpoint.placement import placement_of
+from ..checkpoint.saved_run import saved_config
 from ..config.checks import ConfigError
-from ..config.io import load_config
 from ..config.schema import Config
 from ..config.words import shortened
 from ..data.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def generate_text(
         raise CheckpointError(f"no checkpoint under {root}; give the folder that --save named")
     folder = iteration_folder(root, iterations[0])
     check_files(folder, (CONFIG, META))
-    config = load_config(folder / CONFIG)
+    config = saved_config(folder)
     parallel = replace(config.parallel.with_stages(1), context_parallel_size=1)
     config = replace(config, parallel=parallel, checkpoint=replace(config.checkpoint, load=None, save=None))
     num_ranks, tp = devices.world_size(), parallel.tensor_model_parallel_size

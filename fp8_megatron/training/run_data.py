@@ -11,6 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from ..checkpoint.run_state import Progress
 from ..config.checks import ConfigError
 from ..config.schema import Config, DataConfig
+from ..config.words import shortened
 from ..data.datasets import Datasets, MaskedTail, build_datasets, build_validation_sets
 from ..data.document_bounds import Bounds, DocumentBounds, PositionBounds, most_documents
 from ..data.loader import build_loader
@@ -87,8 +88,28 @@ class RunData:
         most = (most_conversations if data.sft else most_documents)(self.datasets.train)
         return self.config.training.micro_batch_size * most
 
-    def evaluations(self, split: str) -> Iterator[Evaluation]:
-        """The passes over a held-out split, always from its start; none if the run has no such split."""
+    @property
+    def samples_of_a_validation(self) -> int:
+        """Samples by which a validation moves the place of the next one."""
+        training = self.config.training
+        return training.eval_iters * self.config.global_batch_size(self.topology.world_size) * training.moves_on
+
+    def validated_samples(self, progress: Progress) -> int:
+        """Samples of the validations before `progress`.
+
+        As Megatron does, a run on steps that has none saved takes those of every --eval-interval before.
+        """
+        training = self.config.training
+        if progress.consumed_valid_samples or self.config.counts_samples or not training.eval_interval:
+            return progress.consumed_valid_samples
+        return progress.iteration // training.eval_interval * self.samples_of_a_validation
+
+    def evaluations(self, split: str, consumed_samples: int = 0) -> Iterator[Evaluation]:
+        """The passes over a held-out split; none if the run has no such split.
+
+        Args:
+            consumed_samples: where they begin. A whole split is read from its start.
+        """
         if split == "valid" and self.validation_sets:
             batch = self.config.global_batch_size(self.topology.world_size)
             for name, dataset in self.validation_sets.items():
@@ -96,7 +117,8 @@ class RunData:
                 whole = MaskedTail(dataset, num_batches * batch)
                 yield Evaluation(name, self._loader(whole, split, 0), num_batches, is_whole=True)
         elif getattr(self.datasets, split) is not None:
-            loader = self._loader(getattr(self.datasets, split), split, 0)
+            # It starts over for a run that validates more often than its flags say now.
+            loader = self._loader(getattr(self.datasets, split), split, consumed_samples, starts_over=True)
             yield Evaluation(split, loader, self.config.training.eval_iters, is_whole=False)
 
     def _loader(
@@ -120,6 +142,8 @@ class RunData:
             shuffles=None if is_whole else _shuffles(self.config.data),
             documents=self._bounds(room),
             part=self.topology.sequence_part,
+            name=_name(self.config.data, split),
+            timeout_seconds=60 * self.config.parallel.distributed_timeout_minutes,
         )
 
     def _bounds(self, room: int | None) -> Bounds | None:
@@ -127,6 +151,11 @@ class RunData:
         if self.config.data.sft:
             return PositionBounds(room)
         return DocumentBounds(self.eod, room) if self.config.data.reset_attention_mask else None
+
+
+def _name(data: DataConfig, split: str) -> str:
+    """What a loader reads, for errors."""
+    return shortened(f"{split} data {' '.join(data.data_path or getattr(data, f'{split}_data_path'))}".strip())
 
 
 def _shuffles(data: DataConfig) -> Literal["sharded", "whole"] | None:
@@ -206,11 +235,13 @@ def open_run_data(config: Config, topology: Topology, progress: Progress | None 
         bool(config.data.data_path) and float(config.data.split.split(",")[-1]) > 0
     )
     is_whole = training.full_validation and training.validates
-    num_eval_samples = training.eval_iters * batch if evaluates else 0
+    num_test_samples = training.eval_iters * batch if evaluates and has_test else 0
+    num_valid_samples = training.eval_iters * batch if evaluates and not is_whole else 0
+    if training.moves_on and evaluates:  # as many as Megatron asks for: their order depends on it
+        num_valid_samples *= config.train_iters(topology.world_size) // training.eval_interval + 1
     train_samples = num_train_samples(config, topology, progress or Progress())
     try:
-        sizes = (train_samples, 0 if is_whole else num_eval_samples, num_eval_samples if has_test else 0)
-        datasets = _datasets(config, sizes, tokenizer)
+        datasets = _datasets(config, (train_samples, num_valid_samples, num_test_samples), tokenizer)
         validation_sets = _validation_sets(config, tokenizer) if is_whole else {}
     except ValueError as error:
         raise ConfigError(str(error)) from error

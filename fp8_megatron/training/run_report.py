@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.run_state import Progress
-from ..config.io import format_changes, save_config
-from ..config.learning_rate import LearningRateSchedule
+from ..config.io import config_text, format_changes
+from ..config.learning_rate import schedule_notes
 from ..config.schema import Config
 from ..mcore.topology import Topology
 from ..planning.memory import predict_memory
@@ -20,6 +20,7 @@ from ..reporting.memory_report import memory_table
 from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
 from ..reporting.metrics_file import METRICS_FILE
 from ..reporting.plot import plot_losses
+from ..reporting.report import Report, write_report
 from .build import TrainingState, measured_storage
 from .step_results import StepResult
 
@@ -31,28 +32,16 @@ def log_settings(config: Config, world_size: int) -> None:
     logger.info("settings that differ from their defaults (config.yaml has all)\n%s", format_changes(config))
     if config.precision.is_fp8:
         logger.info("FP8: %s", config.fp8_summary)
-    unit, (asked_by, length) = "steps", ("lr_warmup_iters", "train_iters")
-    if config.counts_samples:
-        unit, (asked_by, length) = "samples", ("lr_warmup_samples", "train_samples")
-    asked = config.optimizer.warmup_counts(config.counts_samples)
-    count = LearningRateSchedule.of(config, world_size).warmup_samples / config.samples_per_count(world_size)
-    if count < asked:
-        logger.warning(
-            "%s(%d) does not fit into %s(%d): the warm-up is cut to %d %s",
-            asked_by,
-            asked,
-            length,
-            config.train_counts,
-            count,
-            unit,
-        )
+    for note in schedule_notes(config, world_size):
+        logger.warning("%s", note)
     batches = config.batch_schedule(world_size)
     if not batches.is_constant:
         logger.info(
-            "the global batch grows from %d to %d samples, which sample %d reaches",
+            "the global batch grows from %d to %d samples, which sample %d reaches%s",
             batches.batch_size(0),
             batches.largest,
             batches.phases[-1][0],
+            "; Megatron-LM 0.20 no longer reads --rampup-batch-size" if config.training.rampup_batch_size else "",
         )
 
 
@@ -102,7 +91,7 @@ class RunReport:
         """Write ``config.yaml`` and the memory table."""
         if not self._is_writer:
             return
-        save_config(self._config, self._output_dir / "config.yaml")
+        write_report(self._output_dir / "config.yaml", config_text(self._config).encode())
         memory = memory_table(
             measured_storage(state),
             self._config.precision.formats,
@@ -110,7 +99,7 @@ class RunReport:
             level=self._config.precision.level,
             num_optimizer_shards=self._topology.replicas.size,
         )
-        (self._output_dir / "memory.txt").write_text(memory + "\n")
+        write_report(self._output_dir / "memory.txt", f"{memory}\n".encode())
         logger.info("%s", memory)
 
     def step(self, result: StepResult, progress: Progress) -> None:
@@ -159,10 +148,9 @@ class RunReport:
         self._metrics.close()
         model = self._config.model
         title = f"GPT, {model.num_layers} layers × {model.hidden_size}, {self._config.precision.level}"
-        try:
-            plot_losses(self._output_dir / METRICS_FILE, self._output_dir / "loss.png", title=title)
-        except (OSError, ValueError) as error:
-            logger.warning("no loss curve: %s", error)
+        figure = self._output_dir / "loss.png"
+        with Report(figure).writing():
+            plot_losses(self._output_dir / METRICS_FILE, figure, title=title)
         logger.info("%s", summary)
 
     def close(self) -> None:

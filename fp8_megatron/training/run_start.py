@@ -28,12 +28,12 @@ from ..checkpoint.run_identity import RunIdentity, own_restart, saved_by
 from ..checkpoint.run_lock import RunLock
 from ..checkpoint.run_state import Progress, Resumable
 from ..checkpoint.saved_run import differing_setting
+from ..checkpoint.saved_settings import differing_order
 from ..checkpoint.saving import CheckpointWriter, Retention
 from ..config.folder_checks import load_problem
 from ..config.schema import CheckpointConfig, Config
 from ..mcore.topology import Topology
 from ..outputs import writing_to
-from .stopping import SignalHandler
 
 #: Seconds that a run waits for another one to leave its folder: a process outlives a killed torchrun by up to 30 s.
 _WAIT_SECONDS = 60.0
@@ -78,7 +78,7 @@ class RunStart:
 
 
 @contextmanager
-def starting_run(checkpoint: CheckpointConfig, topology: Topology, signals: SignalHandler) -> Iterator[RunStart]:
+def starting_run(checkpoint: CheckpointConfig, topology: Topology) -> Iterator[RunStart]:
     """Take the lock of --save, and decide where the run begins. Leaving it releases the lock. Called by all ranks.
 
     Raises:
@@ -91,7 +91,7 @@ def starting_run(checkpoint: CheckpointConfig, topology: Topology, signals: Sign
         if checkpoint.save is not None:
             save = Path(checkpoint.save)
             lock = ranks.first_keeps(lambda: _opened(save, identity))
-            _wait_for(lock, save, ranks, signals)
+            _wait_for(lock, save, ranks)
         source, run = ranks.first_says(lambda: _start(checkpoint))
         if run is not None and run != identity.run:  # another run was waited for, and has saved
             identity = RunIdentity(run, identity.launch, identity.token)
@@ -122,6 +122,18 @@ def check_what_is_loaded(config: Config) -> None:
         raise CheckpointError(problem)
 
 
+def warn_of_another_order(config: Config, source: Source, progress: Progress) -> None:
+    """Warn if the samples behind a checkpoint were drawn in another order: some of them come again, others never."""
+    differing = differing_order(iteration_folder(source.root, progress.iteration), config)
+    if differing and progress.consumed_samples:
+        logger.warning(
+            "the order of samples is not the checkpoint's (%s): some of its %d samples may come again; give its "
+            "values, or --finetune to begin anew",
+            ", ".join(differing),
+            progress.consumed_samples,
+        )
+
+
 def checkpoint_writer(config: Config, topology: Topology, start: RunStart, iteration: int) -> CheckpointWriter | None:
     """The writer of a run that starts or resumes at `iteration`; None without --save."""
     checkpoint = config.checkpoint
@@ -144,7 +156,7 @@ def _opened(save: Path, identity: RunIdentity) -> RunLock:
     return RunLock(save, identity)
 
 
-def _wait_for(lock: RunLock | None, save: Path, ranks: Ranks, signals: SignalHandler) -> None:
+def _wait_for(lock: RunLock | None, save: Path, ranks: Ranks) -> None:
     """Try to take the lock until its holder leaves, for up to `_WAIT_SECONDS`.
 
     Ranks meet after each attempt, so that no collective takes as long as that.
@@ -160,7 +172,7 @@ def _wait_for(lock: RunLock | None, save: Path, ranks: Ranks, signals: SignalHan
         if holder is None:
             return True
         waited = time.monotonic() - started
-        if waited > _WAIT_SECONDS or signals.received():
+        if waited > _WAIT_SECONDS:
             raise RunLockError(
                 f"save({save}) is in use by {holder}, which was waited for {waited:.0f} s; stop that run, or give "
                 f"another --save"

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_scheduler(optimizer: Any, schedule: LearningRateSchedule) -> OptimizerParamScheduler:
-    """megatron-core's schedule. It counts samples: ``step(batch_size)`` after every step.
+    """megatron-core's schedule. It counts samples: ``step(count)`` after every step.
 
     Args:
         optimizer: any object with torch's `param_groups`; the schedule writes `lr` and `weight_decay` into them.
@@ -63,9 +63,13 @@ class RunSchedule:
         """The learning rate of the next step, without --decoupled-lr: a stage may hold an embedding alone."""
         return float(self._scheduler.get_lr({}))
 
+    def count_of(self, batch_size: int) -> int:
+        """What a step on `batch_size` samples counts for. With --train-iters all steps count alike."""
+        return batch_size if self._config.counts_samples else self._batch_size
+
     def step(self, batch_size: int) -> None:
         """A step has trained on `batch_size` samples: set the rates of the next one."""
-        self._scheduler.step(batch_size)
+        self._scheduler.step(self.count_of(batch_size))
 
     def as_saved(self) -> dict[str, Any]:
         """What a checkpoint holds of the schedule beside its place."""

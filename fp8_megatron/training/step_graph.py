@@ -60,6 +60,8 @@ class StepGraph:
         has_room: called once, after the warm-up; returns the same on all ranks. If False, no step is recorded.
         is_ready: called before the last step of the warm-up; returns the same on all ranks. The warm-up goes on until
             it is True.
+        casts: what the recorded kernels depend on, on the host. If it changes, steps run directly until they are
+            recorded again.
         may_go_on: if a recording fails, log the error and train without; False if ranks communicate in `compute`.
         warmup_steps: steps before the recordings, at least `MIN_CUDA_GRAPH_WARMUP_STEPS`.
     """
@@ -73,6 +75,7 @@ class StepGraph:
         can_sample: bool = False,
         has_room: Callable[[], bool],
         is_ready: Callable[[], bool] = lambda: True,
+        casts: Callable[[], list[int]] = list,
         may_go_on: bool = False,
         num_micro_batches: int,
         device: torch.device,
@@ -85,6 +88,8 @@ class StepGraph:
         self._can_sample = can_sample
         self._has_room = has_room
         self._is_ready = is_ready
+        self._casts = casts
+        self._recorded_casts: list[int] = []
         self._may_go_on = may_go_on
         self._num_micro_batches = num_micro_batches
         self._device = device
@@ -117,6 +122,10 @@ class StepGraph:
         if num_micro_batches not in (None, self._num_micro_batches):
             assert not self._recorded, f"{num_micro_batches} micro-batches after {self._num_micro_batches}"
             return self._compute(take_step(loader, num_micro_batches, self._device), **measured)
+        if self._recorded and self._casts() != self._recorded_casts:
+            logger.info("more casts have delayed scales: steps are recorded anew")
+            self.release()
+            self._records, self._warmup_left = None, 1
         if self._warmup_left > 0:
             self._warmup_left -= 1 if self._warmup_left > 1 or self._is_ready() else 0
             # The last warm-up step always measures, so that the kernels are compiled before they are recorded.
@@ -167,6 +176,7 @@ class StepGraph:
     def _record(self) -> None:
         """Record every kind of step at once. A later recording might not fit into memory, and would disturb timings."""
         started = time.monotonic()
+        self._recorded_casts = self._casts()
         measures = self._can_measure()
         cuda_graph.make_room(self._device)
         free_before = cuda_graph.reserved_beside_tensors(self._device)

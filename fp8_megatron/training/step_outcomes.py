@@ -39,6 +39,7 @@ class StepOutcomes:
         self._events = events
         self._report = report
         self._slot_names = slot_names
+        self._count_of = state.schedule.count_of
         self._guard = NonFiniteGuard(training.max_skipped_steps, num_skipped=skipped_steps)
         self._spikes = SpikeGuard(
             training.loss_spike_threshold, rolls_back=training.rollback_on_loss_spike, report=events.spiked
@@ -83,7 +84,7 @@ class StepOutcomes:
             iteration=result.iteration,
             consumed_samples=progress.consumed_samples + result.batch_size,
             skipped_steps=self._guard.num_skipped,
-            scheduled_samples=(progress.scheduled_samples or 0) + result.batch_size,
+            scheduled_samples=(progress.scheduled_samples or 0) + self._count_of(result.batch_size),
         )
         self._report.step(result, progress)
         figures = result.figures

@@ -9,6 +9,7 @@ from enum import Enum
 from types import FrameType
 from typing import Self
 
+from ..outputs import drop_closed_streams
 from ..watch.restarts import Fault
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,11 @@ class TrainingDiverged(RuntimeError):
 
 
 class SignalHandler:
-    """Turns SIGTERM and the first SIGINT into a flag. The loop reads it between steps, then saves and stops.
+    """Turns SIGTERM, SIGHUP and the first SIGINT into a flag. The loop reads it between steps, then saves and stops.
 
     A context manager for the main thread; its exit restores the previous handlers. A second SIGINT raises
-    KeyboardInterrupt. torchrun passes a signal to every worker and kills workers that still run 30 s later.
+    KeyboardInterrupt. A signal that this process was told to ignore (nohup) stays ignored. torchrun passes a signal to
+    every worker and kills workers that still run 30 s later.
     """
 
     def __init__(self, all_ranks_any: Callable[[bool], bool]) -> None:
@@ -60,7 +62,9 @@ class SignalHandler:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -74,6 +78,7 @@ class SignalHandler:
         """Whether any rank got a signal. Collective: every rank calls it at the same point of every step."""
         if not self._agreed and self._all_ranks_any(self._signal is not None):
             self._agreed = True
+            drop_closed_streams()
             if self._signal is not None:
                 logger.warning("%s received: stopping", self._signal.name)
         return self._agreed

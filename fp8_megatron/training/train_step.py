@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ..device import memory as device_memory
+from ..device.host_copy import HostCopy
 from ..mcore.pipeline import schedule_arguments
 from ..planning.activations import predict_validation_bytes
 from ..quantization.cast_report import CastReport
@@ -19,7 +20,6 @@ from .batches import Batch, forward_step, take_step
 from .build import TrainingState
 from .graph_choice import has_room
 from .step_graph import StepGraph
-from .step_results import HostCopy
 from .stopping import StopReason, request_number, request_of
 
 
@@ -62,7 +62,7 @@ def train_step(
     state.schedule.step(num_micro_batches * state.samples_per_micro_batch)
     for history in state.histories:
         if history is not None:
-            history.update(state.topology.stage_group, grad_norm)
+            history.update(state.topology.stage_group)
     peak = device_memory.peak_memory_gib(state.device)
     figures, cast_report = _over_ranks(
         part_of_loss, state, stop=stop, peak_memory_gib=peak, counts=counts, autoscaling=_autoscaling(state)
@@ -112,10 +112,12 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
     def is_ready() -> bool:
         """Whether the last step of the warm-up casts as the recorded ones will, on all ranks: a stage without FP8
         layers would record before the others."""
-        is_warm = all(history.is_warm for history in state.histories if history is not None and history.num_slots)
+        histories = [history for history in state.histories if history is not None]
         if state.topology.pp.size() == 1:
-            return is_warm  # a step is skipped on all ranks or on none
-        ready = torch.tensor([float(is_warm)], device=state.device)
+            return all(history.is_settled for history in histories)  # ranks of a stage have the same scales
+        # Stages record at the same step and once: they wait until no cast is cold.
+        is_known = all(history.is_settled and not history.has_cold_casts for history in histories)
+        ready = torch.tensor([float(is_known)], device=state.device)
         torch.distributed.all_reduce(ready, torch.distributed.ReduceOp.MIN)
         return bool(ready.item())
 
@@ -130,6 +132,7 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
         can_sample=state.sampler is not None,
         has_room=has_room_for_step if needs_room else lambda: True,
         is_ready=is_ready,
+        casts=lambda: [history.num_known for history in state.histories if history is not None],
         may_go_on=needs_room and state.topology.world_size == 1,
         num_micro_batches=state.num_micro_batches,
         device=state.device,

@@ -59,7 +59,10 @@ class Trainer:
         if self.config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         with ExitStack() as stack:
-            signals = stack.enter_context(SignalHandler(all_ranks_any=lambda received_here: received_here))
+            # Until training begins there is nothing to save, and a signal ends the process at once, wherever it waits.
+            # Entered late, left last: the launcher may pass a signal on while the logs are closed.
+            signals = SignalHandler(all_ranks_any=lambda received_here: received_here)
+            training = stack.enter_context(ExitStack())
             stack.enter_context(runtime(device))
             stack.enter_context(preferring_backends(model.attention_backend, with_cudnn=with_cudnn))
             parallel = self.config.parallel
@@ -68,9 +71,10 @@ class Trainer:
             topology, watch = stack.enter_context(
                 watched_world(world, self.output_dir, timeout_seconds=timeout_seconds)
             )
-            start = stack.enter_context(starting_run(self.config.checkpoint, topology, signals))
+            start = stack.enter_context(starting_run(self.config.checkpoint, topology))
             if self.config.training.skip_train:
                 assert start.source is not None, "the configuration's checks, and those of --load"
+                training.enter_context(signals)
                 with watch:
                     evaluate_checkpoint(self.config, start.source, topology, device, watch=watch, signals=signals)
                 return
@@ -105,6 +109,7 @@ class Trainer:
             )
             run = TrainingRun(self.config, around)
             stack.callback(run.close)
+            training.enter_context(signals)
             with watch:  # other ranks learn of an error before the logs are closed, which may take long
                 run.train()
 

@@ -15,6 +15,7 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.run_state import Progress
 from ..config.checks import check_batches
 from ..config.schema import Config
+from ..device.host_copy import Mark
 from ..mcore.runtime import seed_everything
 from ..mcore.topology import Topology
 from ..reporting.profiling import StepProfiler
@@ -31,9 +32,9 @@ from .room import check_memory, check_room
 from .run_data import RunData, open_run_data
 from .run_events import RunEvents
 from .run_report import RunReport, log_settings
-from .run_start import RunStart, checkpoint_writer
+from .run_start import RunStart, checkpoint_writer, warn_of_another_order
 from .step_outcomes import StepOutcomes
-from .step_results import Mark, PendingStep
+from .step_results import PendingStep
 from .stopping import SignalHandler, StopReason, TrainingDiverged
 from .train_step import step_graph, train_step
 
@@ -128,6 +129,7 @@ class TrainingRun:
         if self.writer is not None:
             self.writer.prepare(self.resumable)
         self.data = self.data.going_on(self.progress)
+        self.progress = replace(self.progress, consumed_valid_samples=self.data.validated_samples(self.progress))
         self.left_out = config.training.left_out
         self.has_checkpoint = start.continues_save  # under --save, of this run
         self.stop: StopReason | None = None
@@ -292,7 +294,7 @@ class TrainingRun:
         if loop.due and not saves:
             self.events.save_postponed(iteration)
         if validates:
-            self._evaluate("valid")
+            self._validate()
             loop.validated_at = iteration
         if saves:
             self._save()
@@ -320,7 +322,7 @@ class TrainingRun:
             self._save()
         if reached >= self.total_iterations:
             if self.config.training.eval_interval > 0 and self.loop.validated_at != reached:
-                self._evaluate("valid")
+                self._validate()
             self._evaluate("test")
 
     def close(self) -> None:
@@ -361,12 +363,22 @@ class TrainingRun:
             return StopReason.DONE
         return self.stop or StopReason.INTERVAL
 
-    def _evaluate(self, split: str) -> None:
+    def _validate(self) -> None:
+        """Report the losses of the validation data, and move on.
+
+        A validation that is given up moves on, too: a resumed run reads the same as one that was not interrupted.
+        """
+        self._evaluate("valid", self.progress.consumed_valid_samples)
+        behind = self.progress.consumed_valid_samples + self.data.samples_of_a_validation
+        self.progress = replace(self.progress, consumed_valid_samples=behind)
+
+    def _evaluate(self, split: str, consumed_samples: int = 0) -> None:
         """Report the losses of a split."""
         if self.stop is None:
             reached = self.progress.iteration
             self.stop = evaluate_split(
                 *(self.state, self.data, split),
+                consumed_samples=consumed_samples,
                 before_each=lambda: self.watch.at(reached, "evaluating"),
                 report=lambda name, loss: self.report.evaluation(reached, name, loss),
                 own_stop=self._own_stop,
@@ -387,6 +399,7 @@ class TrainingRun:
                 logger.info("took the weights of %s", source.root)
             else:
                 logger.info("resumed from %s at iteration %d", source.root, progress.iteration)
+                warn_of_another_order(self.config, source, progress)
         return progress
 
     def _save(self) -> None:

@@ -26,6 +26,7 @@ import torch
 
 from ..collectives.transport import copy_engine
 from ..device.device import world_size
+from ..device.variables import number
 from ..mcore.topology import Topology
 from . import flight_recorder
 from .flight_recorder import CallSite
@@ -100,7 +101,7 @@ class RankWatch:
         self._heartbeat: Heartbeat | None = None
         self._store: torch.distributed.Store | None = None
         self._folder = folder
-        self._rank = int(os.environ.get("RANK", "0"))
+        self._rank = number("RANK", 0)
         self._iteration = 0
         self._main_thread = threading.main_thread()
         self._stopped = threading.Event()

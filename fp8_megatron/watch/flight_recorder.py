@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..collectives.transport import copy_engine
+from ..reporting.report import write_report
 
 #: Description of groups in whose collectives background threads wait while training goes on: that is not a hang.
 BACKGROUND_GROUP = "background"
@@ -35,7 +36,8 @@ def recording(folder: Path) -> Iterator[None]:
     Variables that the environment already sets stay; the others are restored at the end. Every rank's file is
     ``flight_recorder_rank_N``; torch's own NCCL watchdog writes the same file at a timeout.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # `write` makes it again, and says what is wrong
+        folder.mkdir(parents=True, exist_ok=True)
     settings = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): _NUM_ENTRIES,
         ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
@@ -57,11 +59,8 @@ def write(rank: int) -> Path | None:
     if prefix is None or dump is None:
         return None
     path = Path(f"{prefix}{rank}")
-    try:
-        path.write_bytes(dump)
-    except OSError:
-        return None
-    return path
+    write_report(path, dump)
+    return path if path.exists() else None
 
 
 @dataclass(frozen=True)

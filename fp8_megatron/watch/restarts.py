@@ -7,7 +7,6 @@ those before it (`reporting.run_log`).
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..device.processes import launch_id, parent_id
+from ..device.variables import number
 from ..errors import UserError
 from ..reporting.run_log import EVENTS_FILE, EventKind, add_event, event, read_events
 
@@ -69,9 +69,9 @@ class Launch:
     @classmethod
     def of_environment(cls) -> Launch:
         """What torchrun tells its ranks."""
-        world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        world, local = (number(name, 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         name = launch_id() or parent_id() or "unknown"
-        return cls(name, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), max(1, world // local))
+        return cls(name, number("TORCHELASTIC_MAX_RESTARTS", 0), max(1, world // local))
 
 
 def log_fault(

@@ -43,8 +43,10 @@ case $fabric in
     default FI_EFA_FORK_SAFE 1
     # Huge pages of the provider make such a fork fail with "Cannot allocate memory".
     default FI_EFA_USE_HUGE_PAGE 0
-    # The container bridge reaches no other node.
-    default NCCL_SOCKET_IFNAME '^docker,lo,veth'
+    # The container bridge reaches no other node. A single node stays at its loopback interface.
+    if [ "${SLURM_JOB_NUM_NODES:-2}" -gt 1 ]; then
+      default NCCL_SOCKET_IFNAME '^docker,lo,veth'
+    fi
     ;;
   tcp) ;;
   *)

@@ -163,23 +163,31 @@ def test_export_takes_the_plain_model_alone(strict: bool) -> None:
     torch.testing.assert_close(torch.export.export(plain, (x,), strict=strict).module()(x), plain(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("form", ["data", "copy_"])
-def test_an_average_in_frozen_fp8_layers_of_the_model_is_warned_of(form: str) -> None:
-    """As of a momentum encoder that is a part of the model (MoCo): FP8 rounds its moves away. Loading is no average."""
+@pytest.mark.parametrize("form", ["data", "copy_", "load_state_dict"])
+def test_an_average_in_frozen_fp8_layers_of_the_model_is_refused_or_warned_of(form: str) -> None:
+    """As of a momentum encoder that is a part of the model (MoCo): FP8 rounds its moves away. Loading is no average,
+    but for loads in every step."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList([torch.nn.Linear(32, 16), torch.nn.Linear(32, 16).requires_grad_(False)])
     model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model[0].parameters()))
     query, key = model[0].weight, model[1].weight
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model[1].load_state_dict(model[0].state_dict())
-    with torch.no_grad(), pytest.warns(UserWarning, match=r"momentum encoder.*filter=…"):
         for _ in range(10):
-            average = key.data * 0.999 + query.data * 0.001
-            if form == "data":
-                key.data = average
-            else:
-                key.data.copy_(average)
+            key.data.copy_(query.data)
+        for _ in range(7):
+            model[1].load_state_dict(model[0].state_dict())
+    average = 0.999 * key.data + 0.001 * torch.randn(16, 32)
+    match = r"momentum encoder.*filter=…"
+    if form == "load_state_dict":
+        with pytest.warns(UserWarning, match=match):
+            model[1].load_state_dict({"weight": average, "bias": model[1].bias})
+        return
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=match):
+        if form == "data":
+            key.data = average
+        else:
+            key.data.copy_(average)
 
 
 def test_torchs_mean_of_the_weights() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import math
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fp8_megatron
-from fp8_megatron.any_model import data_parallel
+from fp8_megatron.any_model import data_parallel, plain_model
 from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.clip_grads import clip_grad_norm_
 from fp8_megatron.any_model.initialize import initialize
@@ -451,7 +453,7 @@ def test_dropped_gradients_leave_nothing_behind(ranks: RankPool) -> None:
         assert torch.equal(outcomes[0][name], outcomes[1][name]), name
 
 
-def _saved_by_one(group: Group, consolidates: bool) -> tuple[list[bool], str]:
+def _saved_by_one(group: Group, consolidates: bool, is_plain: bool = False) -> tuple[list[bool], str]:
     """What rank 0 alone reads, beside what all ranks read together; or the error."""
     data_parallel._PATIENCE = timedelta(seconds=2)
     model, optimizer = build("O3")
@@ -463,7 +465,8 @@ def _saved_by_one(group: Group, consolidates: bool) -> tuple[list[bool], str]:
     if group.rank() != 0:
         return [], ""
     try:
-        alone, state = model.state_dict(), optimizer.state_dict()["state"]
+        alone = (plain_model(model) if is_plain else model).state_dict()
+        state = optimizer.state_dict()["state"]
     except data_parallel.ReplicaError as error:
         return [], str(error)
     equal = [torch.equal(alone[name], value) for name, value in together[0].items()]
@@ -472,8 +475,9 @@ def _saved_by_one(group: Group, consolidates: bool) -> tuple[list[bool], str]:
     return equal, ""
 
 
-def test_one_rank_saves_what_was_consolidated(ranks: RankPool) -> None:
-    equal, error = ranks.run(on_default_group, _saved_by_one, True, num_ranks=2)[0]
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_one_rank_saves_what_was_consolidated(ranks: RankPool, is_plain: bool) -> None:
+    equal, error = ranks.run(on_default_group, _saved_by_one, True, is_plain, num_ranks=2)[0]
     assert error == ""
     assert len(equal) > 20 and all(equal)
 
@@ -579,9 +583,88 @@ def test_one_rank_alone_may_copy_and_average(ranks: RankPool, level: str) -> Non
     assert torch.equal(copied["first.weight"], masters["first.weight"]) is (level == "O2")
 
 
-def test_one_rank_alone_cannot_save(ranks: RankPool) -> None:
-    _, error = ranks.run(on_default_group, _saved_by_one, False, num_ranks=2)[0]
-    assert "model.state_dict() gathers what the replicas hold" in error and "consolidate_state_dict()" in error
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_one_rank_alone_cannot_save(ranks: RankPool, is_plain: bool) -> None:
+    _, error = ranks.run(on_default_group, _saved_by_one, False, is_plain, num_ranks=2)[0]
+    what = "plain_model(model)" if is_plain else "model.state_dict()"
+    assert f"{what} gathers what the replicas hold" in error and "consolidate_state_dict()" in error
+
+
+def _saved_beside_a_step(group: Group, with_ddp: bool) -> list[str]:
+    """The errors of both ranks where rank 0 saves and rank 1 takes a step."""
+    model, optimizer = build("O2")
+    caller = torch.nn.parallel.DistributedDataParallel(model) if with_ddp else model
+    errors = []
+
+    def attempt(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except data_parallel.ReplicaError as error:
+            errors.append(str(error))
+
+    def backward() -> None:
+        caller(torch.arange(32)).square().sum().backward()
+
+    for _ in range(2):  # DDP exchanges something of its own in its first forwards
+        backward()
+        optimizer.step()
+    if group.rank() == 0:
+        attempt(optimizer.state_dict)
+        backward()  # which rank 1 waits for
+    else:
+        backward()
+        attempt(optimizer.step)
+        attempt(optimizer.state_dict)
+    return errors
+
+
+@pytest.mark.parametrize("with_ddp", [False, True])
+def test_a_rank_that_saves_alone_ends_when_another_takes_a_step(ranks: RankPool, with_ddp: bool) -> None:
+    """At once: in the step's first exchange of a gradient, and not after minutes."""
+    saving, stepping = ranks.run(on_default_group, _saved_beside_a_step, with_ddp, num_ranks=2, timeout_seconds=60)
+    for errors in (saving, stepping):
+        assert "1 of 2 called it while the others took a step" in errors[0] and "consolidate_state_dict()" in errors[0]
+
+
+def _saved_late(group: Group) -> list[str]:
+    """The log of each rank where rank 1 comes late to save; its steps go on."""
+    data_parallel._SILENCE, data_parallel._PATIENCE = timedelta(seconds=0.2), timedelta(minutes=10)
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    data_parallel.logger.addHandler(handler)
+    model, optimizer = build("O3")
+    for _ in range(2):
+        time.sleep(1.0 * group.rank())
+        model.state_dict()
+        optimizer.state_dict()
+        model(torch.arange(32)).square().sum().backward()
+        optimizer.step()
+    data_parallel.logger.removeHandler(handler)
+    return lines
+
+
+def test_a_rank_that_waits_for_others_to_save_says_so(ranks: RankPool) -> None:
+    early, late = ranks.run(on_default_group, _saved_late, num_ranks=2)
+    assert len(early) == 2 and late == []
+    assert "model.state_dict()" in early[0] and "0.2 s" in early[0] and "after 10 minutes" in early[0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_rank_alone_reads_the_weights_that_every_rank_has(ranks: RankPool, level: str) -> None:
+    alone, together = ranks.run(on_default_group, _read_alone, level, num_ranks=2)[0]
+    for name, value in together.items():
+        assert torch.equal(alone[name], value), name
+
+
+def _read_alone(group: Group, level: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizer = build(level)
+    model(torch.arange(32)).square().sum().backward()
+    optimizer.step()
+    alone = dict(model.state_dict()) if group.rank() == 0 else {}
+    model(torch.arange(32)).square().sum().backward()
+    optimizer.zero_grad()
+    return alone, dict(model.state_dict())
 
 
 def _scaled(group: Group, unscales: bool) -> tuple[list[float], int, dict[str, Tensor]]:

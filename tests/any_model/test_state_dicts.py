@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -197,6 +198,13 @@ def test_moments_of_gpt2s_conv1d_are_torchs(out_features: int) -> None:
     assert snr_db(o1.state_dict()["state"][0]["exp_avg"], expected["exp_avg"]) > 30.5  # E4M3 has 31.5 dB
 
 
+def assert_equal_states(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state["param_groups"] == expected["param_groups"]
+    for number, entry in expected["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(state["state"][number][key].float(), value.float()), (number, key)
+
+
 @pytest.mark.parametrize("damage", ["other_optimizer", "other_shape", "no_state"])
 def test_a_state_that_does_not_fit_changes_nothing(damage: str) -> None:
     """The state of SGD, or of an 8-bit Adam, would leave the moments at zero beside a late step. SGD without momentum
@@ -217,12 +225,56 @@ def test_a_state_that_does_not_fit_changes_nothing(damage: str) -> None:
     messages = {"other_optimizer": "momentum_buffer", "no_state": "no betas: it is not one of Adam"}
     with pytest.raises(ValueError, match=messages.get(damage, "has the shape")):
         optimizer.load_state_dict(state)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    for number, entry in before["state"].items():
-        for key, value in entry.items():
-            assert torch.equal(after["state"][number][key].float(), value.float()), (number, key)
+    assert_equal_states(optimizer.state_dict(), before)
     assert all(torch.equal(*pair) for pair in zip(values(model), weights, strict=True))
+
+
+#: What may be wrong with the last parameter's entry: how it comes to be, and what the error says.
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no_moment": (lambda entry: entry.pop("exp_avg"), "no exp_avg"),
+    "moment_is_none": (lambda entry: entry.update(exp_avg_sq=None), "no exp_avg_sq"),
+    "no_step": (lambda entry: entry.pop("step"), "no step"),
+    "step_is_nan": (lambda entry: entry.update(step=torch.tensor(math.nan)), "step is tensor.nan"),
+    "step_is_negative": (lambda entry: entry.update(step=-1.0), "step is -1.0"),
+    "step_is_text": (lambda entry: entry.update(step="x"), "step is 'x'"),
+    "moment_is_a_list": (lambda entry: entry.update(exp_avg=[0.0]), "exp_avg is a list"),
+    "nan": (lambda entry: entry["exp_avg"].view(-1)[-1:].fill_(math.nan), "exp_avg has NaN or inf"),
+    "inf": (lambda entry: entry["exp_avg_sq"].view(-1)[-1:].fill_(math.inf), "exp_avg_sq has NaN, inf or a neg"),
+    "negative": (lambda entry: entry["exp_avg_sq"].view(-1)[-1:].fill_(-1e-9), "exp_avg_sq has NaN, inf or a neg"),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_moments_that_are_missing_or_not_finite_are_refused(level: str, damage: str) -> None:
+    """torch would take a NaN, and the weight would be NaN after the next step."""
+    model, optimizer = build(level)
+    train(model, optimizer, range(2))
+    before, weights = copy.deepcopy(optimizer.state_dict()), values(model)
+    state, (break_, message) = copy.deepcopy(before), DAMAGES[damage]
+    number = next(number for number, entry in reversed(state["state"].items()) if "exp_avg" in entry)
+    break_(state["state"][number])
+    with pytest.raises(ValueError, match=rf"(weight|bias): .*{message}"):
+        optimizer.load_state_dict(state)
+    assert_equal_states(optimizer.state_dict(), before)
+    assert all(torch.equal(*pair) for pair in zip(values(model), weights, strict=True))
+    del state["state"][number]
+    optimizer.load_state_dict(state)  # as torch does: these moments start anew
+    assert not optimizer.state_dict()["state"][number]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(0), torch.full((15,), math.nan)], ids=["none", "few", "nan"])
+def test_a_payload_is_refused_without_its_scales(scale: Any) -> None:
+    model, optimizer = build("O2")
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    number = next(number for number, entry in state["state"].items() if "exp_avg_payload" in entry)
+    if scale is None:
+        del state["state"][number]["exp_avg_scale"]
+    else:
+        state["state"][number]["exp_avg_scale"] = scale
+    with pytest.raises(ValueError, match=r"exp_avg_scale has|exp_avg has NaN"):
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

@@ -69,7 +69,7 @@ def assert_same_state(found: TinyRun, expected: dict[str, Tensor], kinds: tuple[
 def test_a_run_goes_on_as_megatrons_own(ranks: RankPool, run: Path, saved_as: str) -> None:
     found = resumed(ranks, run / saved_as, config_of(run.name))
     assert (found.progress.iteration, found.progress.consumed_samples) == (BEFORE, 12)
-    assert found.progress.scheduled_samples == 12
+    assert (found.progress.scheduled_samples, found.progress.consumed_valid_samples) == (12, 40)
     assert_same_state(found, expected_of(run))
     theirs = json.loads((run / "losses.json").read_text())
     assert found.losses == pytest.approx(theirs, abs=LOSS_TOLERANCE)

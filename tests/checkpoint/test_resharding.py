@@ -164,8 +164,9 @@ def _delayed_on_a_rank(
         def columns() -> Columns:
             found: Columns = {}
             for history in state.histories:
-                if history is None or not (values := history.state_dict()):
+                if history is None or not history.is_warm:
                     continue
+                values = history.state_dict()
                 for slot, (_, name) in enumerate(history._names):
                     number = sum((name.layer, name.role.name) == key[:2] for key in found)
                     found[name.layer, name.role.name, number] = (

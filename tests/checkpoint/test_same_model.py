@@ -15,12 +15,16 @@ from fp8_megatron.checkpoint.same_model import (
     settings_of_arguments,
     unsupported_argument,
 )
+from fp8_megatron.checkpoint.saved_run import CONFIG, differing_setting, saved_config
+from fp8_megatron.config.io import save_config
 from fp8_megatron.config.megatron_flags import Kind, megatron_options
 from fp8_megatron.config.model import ModelConfig
+from fp8_megatron.config.schema import Config
 from fp8_megatron.config.words import decimal
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE
 
 YARN = replace(LLAMA_STYLE, position_embedding_type="yarn", rotary_scaling_factor=4.0)
+WITHOUT_BIASES = replace(GPT3_STYLE, disable_bias_linear=True)
 FOLDER = Path("iter_0000003")
 #: Settings that a tensor's name or shape shows.
 SHOWN = {
@@ -83,6 +87,9 @@ def test_a_value_that_the_setting_does_not_take(name: str, value: object) -> Non
         ({"layernorm_epsilon": 1e-6}, GPT3_STYLE, "--norm-epsilon 1e-06"),
         ({"normalization": "RMSNorm"}, GPT3_STYLE, "--normalization RMSNorm"),
         ({"swiglu": True}, GPT3_STYLE, "--swiglu"),
+        ({"bias_gelu_fusion": False}, GPT3_STYLE, "--no-bias-gelu-fusion"),
+        ({"bias_gelu_fusion": True}, replace(GPT3_STYLE, bias_gelu_fusion=False), "--bias-gelu-fusion"),
+        ({"use_transformer_engine_op_fuser": True}, WITHOUT_BIASES, "--use-te-activation-func"),
         ({"swiglu": False}, LLAMA_STYLE, "--no-swiglu"),
         ({"position_embedding_type": "rope"}, GPT3_STYLE, "--position-embedding-type rope"),
         ({"rotary_percent": 0.25, "rotary_base": 500_000}, LLAMA_STYLE, "--rotary-percent 0.25"),
@@ -122,8 +129,29 @@ def test_differences(arguments: dict[str, object], model: ModelConfig, flag: str
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "is_told"), [(WITHOUT_BIASES, True), (GPT3_STYLE, False), (replace(LLAMA_STYLE, swiglu=True), False)]
+)
+def test_a_checkpoint_of_a_version_with_one_gelu(model: ModelConfig, is_told: bool, tmp_path: Path) -> None:
+    """Its GELU was the tanh form, also without biases."""
+    save_config(replace(Config(), model=model), tmp_path / CONFIG)
+    assert saved_config(tmp_path).model == model and differing_setting(tmp_path, model) is None
+    lines = (tmp_path / CONFIG).read_text().splitlines()
+    kept = [line for line in lines if "bias_gelu_fusion" not in line and "use_te_activation_func" not in line]
+    assert len(lines) - len(kept) == 2
+    (tmp_path / CONFIG).write_text("\n".join(kept))
+    assert saved_config(tmp_path).model == replace(model, use_te_activation_func=is_told)
+    told = differing_setting(tmp_path, model)
+    assert (told is not None) == is_told and (told is None or "give --use-te-activation-func, as in" in told)
+    assert differing_setting(tmp_path, saved_config(tmp_path).model) is None
+
+
 def test_what_does_not_differ() -> None:
     assert first_difference({"rotary_base": 7, "rotary_percent": 0.5}, GPT3_STYLE) is None, "nothing rotates"
+    no_fusion = settings_of_arguments({"bias_gelu_fusion": False, "add_bias_linear": False})
+    assert first_difference(no_fusion, WITHOUT_BIASES) is None, "without biases there is no fusion"
+    assert first_difference({"bias_gelu_fusion": False}, LLAMA_STYLE) is None, "no GELU"
+    assert first_difference({"use_te_activation_func": True}, GPT3_STYLE) is None, "the same form"
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE, finetune=True) is None
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE) is not None
     assert first_difference({}, LLAMA_STYLE) is None

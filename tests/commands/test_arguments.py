@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from fp8_megatron.commands import arguments
+from fp8_megatron.commands import arguments, merge_datasets, preprocess_data, train_tokenizer
 
 FULL_WIDTH_ONE = "\uff11"
 ARABIC_TWO = "\u0662"
@@ -89,3 +90,15 @@ def test_an_input_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_count_without_limits_names_none() -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"^'two' is not a whole number; give one$"):
         arguments.whole(least=-arguments.MAX_COUNT)("two")
+
+
+@pytest.mark.parametrize("word", ["folder/", "/", ".", "..", "folder/..", "folder/."])
+@pytest.mark.parametrize(
+    "tool", [merge_datasets, preprocess_data, train_tokenizer], ids=lambda tool: tool.__name__[21:]
+)
+def test_a_prefix_is_no_folder(tool: ModuleType, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a folder the files would be hidden: ``folder/.bin``."""
+    with pytest.raises(SystemExit):
+        tool.parse_arguments(["--input", "x", "--output-prefix", word])
+    assert f"argument --output-prefix: {word} is a folder; add the start of the files' names" in capsys.readouterr().err
+    assert tool.parse_arguments(["--input", "x", "--output-prefix", "folder/.x"]).output_prefix == "folder/.x"

@@ -30,8 +30,8 @@ def test_ms_amps_fp4_is_refused_by_name(name: str) -> None:
         ("WORLD_SIZE=2 RANK=1 MASTER_ADDR=a", "WORLD_SIZE=2 asks for several ranks, but MASTER_PORT is not set; "),
         ("WORLD_SIZE=2 RANK=2 MASTER_ADDR=a MASTER_PORT=1", "RANK=2 and WORLD_SIZE=2 contradict each other; "),
         ("RANK=1", "RANK=1 and WORLD_SIZE=1 contradict each other; "),
-        ("RANK=x", "RANK=x is not a whole number; unset it, or use torchrun"),
-        ("WORLD_SIZE=", "WORLD_SIZE= is not a whole number; unset it, or use torchrun"),
+        ("RANK=x", "RANK=x is not a whole number from 0 to "),
+        ("WORLD_SIZE=", "WORLD_SIZE= is not a whole number from 1 to "),
     ],
 )
 def test_a_launcher_that_left_variables_unset_is_told_before_a_rank_waits(variables: str, said: str) -> None:

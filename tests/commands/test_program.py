@@ -136,7 +136,8 @@ def test_of_ranks_with_one_error_one_tells_it(tmp_path: Path) -> None:
 
     def start(rank: int, error: str) -> subprocess.Popen[str]:
         (tmp_path / str(rank)).mkdir()
-        variables = {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(tmp_path / str(rank) / "error.json")}
+        variables = {"RANK": str(rank), "TORCHELASTIC_RUN_ID": "1"}
+        variables |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / str(rank) / "error.json")}
         command = [sys.executable, "-c", code.format(error)]
         environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
@@ -146,6 +147,31 @@ def test_of_ranks_with_one_error_one_tells_it(tmp_path: Path) -> None:
     told = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert told[0].startswith("internal error: ValueError: shared") and told[1] == ""
     assert told[2].startswith("internal error on rank 2: ValueError: its own")
+
+
+def test_an_error_file_of_the_users_keeps_no_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second run with the same error tells it too."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for file in (tmp_path / "a" / "error.json", Path("error.json"), tmp_path / "none" / "b" / "error.json"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        for _ in range(2):
+            assert exit_status(raising(UserError("why"))) == 2
+            assert capsys.readouterr().err == "error: why\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = "import os, sys; os.rmdir(os.getcwd()); from fp8_megatron.cli import main; sys.exit(main(['inspect', 'x']))"
+    environment = {**os.environ, "PWD": str(gone), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=gone, env=environment, capture_output=True, text=True, timeout=60
+    )
+    line = f"error: the working folder {gone} is gone; change to a folder that exists (cd)\n"
+    assert (ended.returncode, ended.stderr) == (2, line)
 
 
 def test_limits_of_the_shell_are_checked_before_the_work() -> None:
@@ -231,3 +257,36 @@ def test_control_characters_are_shown_as_escapes(capsys: pytest.CaptureFixture[s
     record = logging.LogRecord("x", logging.INFO, "", 0, "%s\n\t%s", (hostile, "next"), None)
     assert LineFormatter().format(record) == r"a\x1b[31m\u202eb\x9b" + "\n\tnext"
     assert str(UserError("one\ntwo")) == "one\ntwo" and UserError(3).args == (3,)
+
+
+_PROGRAM = """
+import logging, sys
+from fp8_megatron.commands.program import LogOnStdout, exit_status, leave
+def product():
+    print("a figure")
+def run():
+    logging.basicConfig(level=logging.INFO, handlers=[LogOnStdout()])
+    for step in range(3):
+        logging.info("step %d", step)
+    leave(sys.stdout)
+sys.exit(exit_status({body}))
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("body", "status", "line"),
+    [
+        ("product", 2, "error: stdout is not written (No space left on device); send it to a file that has room"),
+        ("run", 0, "the log on stdout is not written (No space left on device); the run goes on"),
+    ],
+)
+def test_a_full_disk_behind_stdout(body: str, status: int, line: str, unbuffered: str) -> None:
+    """It ends no run. A program whose product is what it prints says that this is lost. Neither prints a traceback."""
+    words = [sys.executable, "-c", _PROGRAM.format(body=body)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(words, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert (ended.returncode, ended.stderr.splitlines()) == (status, [line])
+        ended = subprocess.run(words, env=environment, stdout=full, stderr=full, check=False)
+        assert ended.returncode == status

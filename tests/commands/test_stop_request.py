@@ -1,4 +1,4 @@
-"""SIGTERM to a launcher of several ranks: each rank is told once, may take its time, and is not started again."""
+"""SIGTERM or SIGHUP to a launcher of several ranks: each is told once, may take its time, and is not started again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,11 +38,13 @@ time.sleep(600)
 """
 
 
-def start(folder: Path, program: str) -> subprocess.Popen[str]:
-    """A launcher whose two ranks have begun."""
+def start(folder: Path, program: str, **settings: Any) -> subprocess.Popen[bytes]:
+    """A launcher whose two ranks have begun. It writes to `log`."""
     (folder / "rank_program.py").write_text(program)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"}
-    launcher = subprocess.Popen([sys.executable, "-c", _LAUNCHER], cwd=folder, env=environment, text=True)
+    with open(folder / "log", "wb") as log:
+        command = [sys.executable, "-c", _LAUNCHER]
+        launcher = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, **settings)
     end = time.monotonic() + 120
     while len(list(folder.glob("begun_*"))) < 2:
         assert launcher.poll() is None and time.monotonic() < end
@@ -50,11 +53,23 @@ def start(folder: Path, program: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_ranks_save_before_the_launcher_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ranks_save_before_the_launcher_ends(number: signal.Signals, tmp_path: Path) -> None:
     launcher = start(tmp_path, _SAVING)
+    launcher.send_signal(number)
+    assert launcher.wait(60) == 128 + number
+    assert len(list(tmp_path.glob("saved_*"))) == 2
+    assert (tmp_path / "log").read_text() == f"{number.name} received: the ranks save and end\n"
+
+
+@pytest.mark.slow
+def test_nohup_is_obeyed(tmp_path: Path) -> None:
+    launcher = start(tmp_path, _SAVING, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(3)
+    assert launcher.poll() is None and list(tmp_path.glob("saved_*")) == []
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) == 128 + signal.SIGTERM
-    assert len(list(tmp_path.glob("saved_*"))) == 2
 
 
 @pytest.mark.slow

@@ -132,22 +132,25 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
         launch.check_gpus(Placement(4))
 
 
-def test_torchrun_is_told_of_every_node() -> None:
-    ranks = "--nproc-per-node 3 --signals-to-handle SIGINT,SIGHUP,SIGQUIT"
-    assert Placement(3).torchrun_arguments() == ["--standalone", *ranks.split()]
-    assert Placement(3, max_restarts=2).torchrun_arguments()[-2:] == ["--max-restarts", "2"]
+def test_torchs_launcher_is_told_of_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing by the environment, where torchrun would look for its flags too."""
+    monkeypatch.setenv("PET_NNODES", "7")
+    monkeypatch.setenv("PET_STANDALONE", "1")
+    one = Placement(3, max_restarts=2).launch_config()
+    assert (one.min_nodes, one.max_nodes, one.nproc_per_node, one.max_restarts) == (1, 1, 3, 2)
     several = Placement(3, num_nodes=2, node_rank=1, master_addr="node0", master_port=7)
-    expected = f"--nnodes 2 --node-rank 1 --master-addr node0 --master-port 7 {ranks}"
-    assert several.torchrun_arguments() == expected.split() and several.world_size == 6
+    config = several.launch_config()
+    assert (config.min_nodes, config.max_nodes, config.run_id) == (2, 2, "none") and several.world_size == 6
+    place = {"node": 1, "world_size": 6, "address": "node0", "port": 7, "restarts": False}
+    assert config.rdzv_configs.items() >= place.items()
 
 
-def test_nodes_that_restart_meet_anew_under_the_name_of_the_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_meet_under_the_name_of_the_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert launch.slurm_launch() == "42.2"
     several = Placement(8, num_nodes=2, node_rank=1, master_addr="a", max_restarts=3, launch=launch.slurm_launch())
-    expected = "--nnodes 2 --rdzv-id 42.2 --rdzv-backend c10d --rdzv-endpoint a:29500 --nproc-per-node 8"
-    assert " ".join(several.torchrun_arguments()).startswith(expected)
+    assert several.launch_config().run_id == "42.2" and several.launch_config().rdzv_configs["restarts"]
     monkeypatch.delenv("SLURM_JOB_ID")
     assert launch.slurm_launch() is None
 

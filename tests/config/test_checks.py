@@ -148,8 +148,9 @@ FULL = "--recompute-granularity full "
             "ffn_hidden_size(-16) is out of range; give --ffn-hidden-size a whole",
         ),
         (1, "--vocab-size 0", "vocab_size(0) is out of range"),
-        (1, "--lr 0", "lr(0.0) is out of range; give --lr a finite number above 0"),
-        (1, "--lr nan", "lr(nan) is out of range; give --lr a finite number above 0"),
+        (1, "--lr 0", "lr(0.0) is out of range; give --lr a finite number of at least 1e-30 and"),
+        (1, "--lr 1e-320", "lr(1e-320) is out of range; give --lr a finite number of at least 1e-30 and"),
+        (1, "--lr nan", "lr(nan) is out of range; give --lr a finite number of at least 1e-30 and"),
         (
             1,
             "--adam-beta2 1",

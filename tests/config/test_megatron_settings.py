@@ -50,6 +50,7 @@ def test_recipes_state_what_training_depends_on(path: Path) -> None:
     assert (config.optimizer.adam_beta1, config.optimizer.adam_beta2, config.optimizer.weight_decay) == (0.9, 0.95, 0.1)
     assert config.optimizer.lr_decay_style == "cosine" and config.optimizer.decoupled_weight_decay
     assert config.training.eval_interval > 0 and config.training.eval_iters in (8, 10)
+    assert config.training.eval_fixed_samples
     parse_command_line(["--config", str(path)]).check_stated()
 
 
@@ -59,8 +60,9 @@ def test_a_shortened_recipe_is_valid(path: Path) -> None:
     if path.stem == "fast":
         pytest.skip("goes over a model's file")
     files = [str(path)] if path.parent == CONFIGS else [str(CONFIGS / path.name), str(path)]
-    words = "--mock-data --data-path none --vocab-size 50304 --train-iters 3".split()
-    config = parse_config(["--config", *files, *words])
+    words = ["--config", *files, *"--mock-data --data-path none --vocab-size 50304".split()]
+    length = "--train-samples 48" if parse_config(words).counts_samples else "--train-iters 3"
+    config = parse_config([*words, *length.split()])
     parallel = config.parallel
     world_size = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     check_config(config, world_size, on_this_machine=False)
@@ -279,6 +281,19 @@ def test_held_out_data_that_nothing_reads_is_said(tmp_path: Path, flags: str, un
     ):
         notes = parse_command_line(["--bf16", *paths.split(), *flags.split()]).notes
         assert notes == () if unread is None else notes[0].startswith(unread)
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--eval-interval 1 --eval-iters 0", "eval_interval(1) with eval_iters(0) evaluates nothing; give"),
+        ("--eval-interval 1 --eval-iters 0 --full-validation --data-path a", None),
+        ("--eval-iters 0 --data-path a", None),
+    ],
+)
+def test_an_interval_of_no_evaluation_is_said(flags: str, note: str | None) -> None:
+    notes = [line for line in parse_command_line(["--bf16", *flags.split()]).notes if "evaluates nothing" in line]
+    assert len(notes) == (note is not None) and all(line.startswith(str(note)) for line in notes)
 
 
 def test_the_split_of_a_file_gives_way_to_paths_of_each_part() -> None:

@@ -3,6 +3,7 @@ import io
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -10,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data import datasets as datasets_module
 from fp8_megatron.data.datasets import Blend, Datasets, MockDataset, build_datasets
+from fp8_megatron.data.splits import process_group
 from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.errors import UserError
 from tests.harness.limits import files_limited_to
@@ -158,12 +162,45 @@ def test_blends_follow_their_weights_and_files_of_their_own_splits(write_tokens)
     assert (all_tokens(own.test)[:, 0] >= 1000).mean() == pytest.approx(0.75, abs=1 / 10)
 
 
-def test_files_without_weights_are_drawn_by_size_for_as_many_epochs_as_it_takes(write_tokens):
-    small = write_tokens("small", counting(10, 20))
-    large = write_tokens("large", counting(10, 60, start=1000))
-    dataset = build(500, data_path=(small, large), split="1").train
-    assert len(dataset) >= 500
-    assert (all_tokens(dataset, 500)[:, 0] >= 1000).mean() == pytest.approx(0.75, abs=1 / 500)
+@pytest.mark.parametrize("words", ["A", "1 A", "A B", "B A C", "30 A 0.7e2 B", "A A"])
+@pytest.mark.parametrize("has_split_paths", [False, True], ids=["split", "paths"])
+@pytest.mark.parametrize("train", [31, 90])
+def test_samples_and_their_order_are_those_of_megatrons_own_builder(
+    write_tokens, tmp_path, words, has_split_paths, train
+):
+    """90 are more than one pass over A, and less than one over A and B; the sizes of the files differ."""
+    prefixes = {name: write_tokens(name, counting(20, 30 + 7 * i, start=1000 * i)) for i, name in enumerate("ABC")}
+    given = [prefixes.get(word, word) for word in words.split()]
+    if words[0].isdigit():
+        blend = (given[1::2], [float(word) for word in given[::2]])
+    else:
+        blend = (given, None)
+    if has_split_paths:
+        sources, own = {"blend_per_split": [blend, blend, None]}, {"train_data_path": given, "valid_data_path": given}
+    else:
+        sources, own = {"blend": blend, "split": "80,20"}, {"data_path": given, "split": "80,20"}
+    config = gpt_config(tmp_path / "megatron", **sources)
+    with process_group():
+        theirs = BlendedMegatronDatasetBuilder(GPTDataset, [train, 10, 0], lambda: True, config).build()
+    ours = build(train, 10, **own)
+    for expected, found in zip(theirs[:2], (ours.train, ours.valid), strict=True):
+        assert len(found) == len(expected)
+        np.testing.assert_array_equal(all_tokens(found), all_tokens(expected))
+
+
+def test_files_without_weights_are_read_once_and_not_more_often(write_tokens):
+    """Megatron's run ends in an error after the last sample."""
+    small, large = write_tokens("small", counting(10, 20)), write_tokens("large", counting(10, 60, start=1000))
+    number = (10 * 20 - 1) // SEQ + (10 * 60 - 1) // SEQ
+    assert len(build(number, data_path=(small, large), split="1").train) == number
+    what = rf"{small} {large} without weights is read once, as in Megatron: its {number} train samples are fewer than"
+    with pytest.raises(UserError, match=rf"--data-path {what} the 500 of the run; give weights \(weight prefix"):
+        build(500, data_path=(small, large), split="1")
+    with pytest.raises(UserError, match=r"--valid-data-path .*its \d+ valid samples are fewer than the 500"):
+        build(5, 500, train_data_path=(small,), valid_data_path=(small, large))
+    assert len(build(500, data_path=("1", small, "3", large), split="1").train) >= 500
+    cyclic = build(500, data_path=(small, large), split="1", dataloader_type="cyclic").train
+    assert len(cyclic) == number, "the loader reads it again and again"
 
 
 @pytest.mark.parametrize("with_blend", [False, True])
@@ -188,16 +225,133 @@ def test_new_tokens_under_an_old_path_are_read(write_tokens, tmp_path, with_blen
     assert new_folder != folder, "the cache of the tokens that are gone is gone too"
 
 
-@pytest.mark.parametrize("kept", [0, 50, -1], ids=["nothing", "header", "all but a byte"])
-def test_an_index_cut_short_is_made_again(write_tokens, tmp_path, caplog, kept):
-    """If a run is killed or the disk fills while the index is built, the next run still works."""
-    prefix = write_tokens("corpus", counting(1, 1000))
-    before = all_tokens(build(100, data_path=(prefix,), split="1").train)
-    (index,) = (tmp_path / "cache").glob("index-*/*-shuffle_index.npy")
-    whole = index.read_bytes()
-    index.write_bytes(whole[:kept])
-    assert np.array_equal(all_tokens(build(100, data_path=(prefix,), split="1").train), before)
-    assert index.read_bytes() == whole and f"making {index} again" in caplog.text
+class Touch:
+    """Makes a file when it is un-pickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def reversed_order(file: Path) -> None:
+    np.save(file, np.load(file)[::-1].copy())
+
+
+def other_dtype(file: Path) -> None:
+    np.save(file, np.load(file).astype(np.float64))
+
+
+def shorter(file: Path) -> None:
+    np.save(file, np.load(file)[:1])
+
+
+def flipped_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x80
+    file.write_bytes(content)
+
+
+def zip_of_arrays(file: Path) -> None:
+    with file.open("wb") as stream:
+        np.savez(stream, a=np.zeros(3))
+
+
+def pickled(file: Path) -> None:
+    file.write_bytes(pickle.dumps(Touch(file.with_name("code ran"))))
+
+
+def cut_to_nothing(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES = [reversed_order, other_dtype, shorter, flipped_bit, zip_of_arrays, pickled, cut_to_nothing, cut_short]
+
+
+@pytest.mark.parametrize("has_sums", [True, False], ids=["checksums", "none"])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_index_is_made_again(write_tokens, tmp_path, caplog, damage, has_sums):
+    """Also one whose header is sound, and one of a cache that was made before there were checksums."""
+    low = write_tokens("low", counting(10, 100))
+    path = ("1", low, "2", write_tokens("high", counting(10, 100, start=1000)))
+    before = all_tokens(build(100, data_path=path, split="1").train, 100)
+    files = sorted((tmp_path / "cache").glob("index-*/*_index.npy"))
+    assert len(files) == 3 + 3 + 2, "those of two datasets, and of their blend"
+    for number in range(0, len(files), 3):
+        index = files[number]
+        whole = index.read_bytes()
+        damage(index)
+        if not has_sums:
+            for sums in index.parent.glob("*crc32.json"):
+                sums.unlink()
+        caplog.clear()
+        assert np.array_equal(all_tokens(build(100, data_path=path, split="1").train, 100), before)
+        assert index.read_bytes() == whole
+        assert [one.message for one in caplog.records if "again: " in one.message and one.levelname == "WARNING"] == [
+            f"making {index} again: it is damaged"
+        ]
+    assert not list(tmp_path.rglob("code ran"))
+
+
+def test_a_sound_cache_without_checksums_gets_them_and_keeps_its_files(write_tokens, tmp_path, caplog):
+    """Runs on other hosts may have mapped its files: they are not replaced."""
+    prefix = write_tokens("corpus", counting(10, 100))
+    build(50, data_path=(prefix,), split="1")
+    (sums,) = (tmp_path / "cache").glob("index-*/*crc32.json")
+    recorded = sums.read_text()
+    sums.unlink()
+    kept = {file: file.stat().st_ino for file in sums.parent.iterdir()}
+    build(50, data_path=(prefix,), split="1")
+    assert sums.read_text() == recorded and "damaged" not in caplog.text
+    assert {file: file.stat().st_ino for file in kept} == kept
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"a": 1}'])
+def test_damaged_checksums_are_made_again(write_tokens, tmp_path, content):
+    prefix = write_tokens("corpus", counting(10, 100))
+    before = all_tokens(build(50, data_path=(prefix,), split="1").train)
+    (sums,) = (tmp_path / "cache").glob("index-*/*crc32.json")
+    recorded = sums.read_bytes()
+    sums.write_bytes(content)
+    assert np.array_equal(all_tokens(build(50, data_path=(prefix,), split="1").train), before)
+    assert sums.read_bytes() == recorded
+
+
+def test_a_cache_of_megatron_itself_is_neither_read_nor_changed(write_tokens, tmp_path):
+    """It is keyed on the path alone, and megatron-core un-pickles what it finds there."""
+    prefix = write_tokens("corpus", counting(10, 100))
+    cache = tmp_path / "megatron"
+    config = gpt_config(cache, blend=([prefix], None), split="1")
+    with process_group():
+        BlendedMegatronDatasetBuilder(GPTDataset, [50, 0, 0], lambda: True, config).build()
+    files = {file: file.read_bytes() for file in cache.iterdir()}
+    for file in files:
+        pickled(file)
+    damaged = {file: file.read_bytes() for file in files}
+    before = all_tokens(build(50, data_path=(prefix,), split="1").train)
+    after = all_tokens(build(50, data_path=(prefix,), split="1", data_cache_path=str(cache)).train)
+    assert np.array_equal(before, after)
+    assert {file: file.read_bytes() for file in files} == damaged and not list(tmp_path.rglob("code ran"))
+
+
+def gpt_config(cache: Path, **sources) -> GPTDatasetConfig:
+    """The settings that Megatron gives its datasets."""
+    return GPTDatasetConfig(
+        random_seed=3,
+        sequence_length=SEQ,
+        path_to_cache=str(cache),
+        tokenizer=TOKENIZER,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        **sources,
+    )
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:

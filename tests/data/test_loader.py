@@ -2,7 +2,10 @@ import atexit
 import gc
 import multiprocessing
 import os
+import re
 import signal
+import threading
+import time
 from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,6 +16,7 @@ from torch.utils.data import Dataset
 
 from fp8_megatron.data.loader import SAMPLE_KEYS, build_loader
 from fp8_megatron.data.sequence_parts import NUM_TOKENS, SequencePart
+from fp8_megatron.errors import UserError
 from tests.harness.forked import OfThisProcess
 
 
@@ -34,6 +38,14 @@ class ProcessId(Numbered):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {key: torch.full((4,), os.getpid()) for key in SAMPLE_KEYS}
+
+
+class NeverReady(Numbered):
+    """Its samples never come."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(60)
+        return super().__getitem__(index)
 
 
 class Forgetful(Numbered):
@@ -146,6 +158,60 @@ def test_loader_processes_end_when_closed_and_when_the_trainer_exits():
     trainer.join(timeout=20)
     trainer.kill()
     assert trainer.exitcode == 0 and not is_running(pid)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_stopped_loader_process_is_named_in_seconds_and_ends_the_run_in_time(caplog, device):
+    """On a GPU's machine a thread pins the batches, and waits for the process too."""
+    torch.zeros(1, device=device)
+    loader = build_loader(
+        ProcessId(1000),
+        micro_batch_size=1,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        num_workers=2,
+        name="train data corpus",
+        timeout_seconds=3.0,
+    )
+    workers = {int(next(loader)["tokens"][0, 0]) for _ in range(4)}
+    stopped = min(workers)
+    os.kill(stopped, signal.SIGSTOP)
+    started = time.monotonic()
+    fix = r"look at the file system of the data, or raise the timeout"
+    with pytest.raises(
+        UserError, match=rf"no batch of train data corpus has .* 80% .*-minutes 0.05: data worker .*; {fix}"
+    ):
+        list(islice(loader, 100))
+    assert 2.4 <= time.monotonic() - started < 10
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.search(rf"train data corpus for 0 s: data worker .*{stopped} \(stopped\).*; the run ends in 2 s", line)
+    loader.close()
+    assert time.monotonic() - started < 10 and not any(is_running(worker) for worker in workers)
+
+
+def test_a_loader_process_that_goes_on_again_gives_the_same_batches(caplog):
+    """Also one that stops after it has handed out a batch, whose memory it still holds."""
+    others = set(multiprocessing.active_children())
+    loader = build_loader(
+        Numbered(1000), micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, num_workers=1, timeout_seconds=6
+    )
+    next(loader)
+    (worker,) = (process.pid for process in set(multiprocessing.active_children()) - others)
+    os.kill(worker, signal.SIGSTOP)
+    goes_on = threading.Timer(2.0, os.kill, (worker, signal.SIGCONT))
+    goes_on.start()
+    assert [int(batch["labels"][0, 0]) for batch in islice(loader, 20)] == list(range(1, 21))
+    goes_on.join()
+    assert "no batch of data for 1 s" in caplog.text
+    loader.close()
+
+
+def test_reading_in_the_process_itself_has_the_same_limit():
+    loader = build_loader(
+        NeverReady(4), micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, name="x", timeout_seconds=1.0
+    )
+    with pytest.raises(UserError, match=r"no batch of x .*: this process reads it; look at"):
+        next(loader)
 
 
 def exit_with_an_open_loader(writer: Connection) -> None:

@@ -228,18 +228,20 @@ def test_another_tokenizer_of_one_folder_makes_tokens_anew(tmp_path: Path) -> No
     assert tokens() == merged and sorted((tmp_path / "cache").iterdir()) == made
 
 
-@pytest.mark.parametrize("kept", [0, 50, -1], ids=["nothing", "header", "all but a byte"])
-def test_tokens_that_were_cut_short_are_made_again(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
+@pytest.mark.parametrize("part", ["tokens", "is_answer", "conversation_ends", "line_ends"])
+@pytest.mark.parametrize("damage", ["nothing", "header", "all but a byte", "a bit"])
+def test_damaged_tokens_are_made_again(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, part: str
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", lines(5))
     before = open_conversations(path, Encoding(tokenizer.name), None).tokens.tolist()
-    (file,) = (tmp_path / "cache").glob("sft-*/tokens.npy")
+    (file,) = (tmp_path / "cache").glob(f"sft-*/{part}.npy")
     whole = file.read_bytes()
-    file.write_bytes(whole[:kept])
+    flipped = whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:]
+    file.write_bytes({"nothing": b"", "header": whole[:50], "all but a byte": whole[:-1], "a bit": flipped}[damage])
     assert open_conversations(path, Encoding(tokenizer.name), None).tokens.tolist() == before
     assert file.read_bytes() == whole and f"making {file} again" in caplog.text
-    assert sorted(one.suffix for one in file.parent.iterdir()) == [".npy"] * 4
+    assert sorted(one.suffix for one in file.parent.iterdir()) == [".json"] + [".npy"] * 4
 
 
 def test_an_index_of_a_blend_of_conversations_that_was_cut_short_is_made_again(

@@ -129,6 +129,7 @@ def test_a_weight_that_the_template_does_not_read_is_refused(tokenizer: HuggingF
     assert encoded(tokenizer, CHATML, content)[1] == "bad<|im_end|>\ngood<|im_end|>\n<|endoftext|>"
 
 
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
 
 
@@ -151,13 +152,46 @@ def test_null_beside_calls_is_no_text(tokenizer: HuggingFaceTokenizer, writes: s
     assert tokenizer.decode(ids) == f"{text}<|endoftext|>" and answers == "[add]<|endoftext|>"
 
 
+@pytest.mark.parametrize("marks", [False, True], ids=["compared", "marked"])
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "add"}]}]}, ", message 2: tool_calls:"),
+        ({"messages": [USER, CALL, {"role": "tool", "content": "7"}, ANSWER]}, ": messages of the role tool:"),
+        ({"messages": [{"role": "developer", "content": "d"}, USER, ANSWER]}, ": messages of the role developer:"),
+        ({"messages": [{"role": "system", "content": "s"}, USER, ANSWER]}, ": messages of the role system:"),
+        ({"messages": [USER, ANSWER], "tools": [{"name": "add"}]}, ": tools:"),
+    ],
+    ids=lambda value: value.strip(", :") if isinstance(value, str) else "",
+)
+def test_what_a_template_leaves_out_is_named(
+    tokenizer: HuggingFaceTokenizer, content: dict[str, Any], what: str, marks: bool
+) -> None:
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marks else ("", "")
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ 'U' + m.content }}{% elif m.role == 'assistant' %}A"
+        f"{begin}{{{{ m.content or 'c' }}}}{end}{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}A{% endif %}"
+    )
+    with pytest.raises(UserError, match=rf"x.jsonl:7{what} the chat template of .* does not write them; remove them"):
+        encoded(tokenizer, template, content)
+    assert encoded(tokenizer, template, {"messages": [USER, ANSWER], "tools": []})[1] == "a<|endoftext|>"
+
+
+def test_calls_and_tools_that_a_template_writes_are_taken(tokenizer: HuggingFaceTokenizer) -> None:
+    template = (
+        "{{ tools[0].name }}{% for m in messages %}{{ m.role + m.content|default('') }}"
+        "{{ (m.tool_calls or [{'name': ''}])[0].name + '|' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    content = {"messages": [USER, CALL, {"role": "tool", "content": "7"}, ANSWER], "tools": [{"name": "add"}]}
+    assert encoded(tokenizer, template, content)[1] == "add|a|<|endoftext|>"
+
+
 def test_a_system_message_starts_another_conversation() -> None:
     one, two = talk("a", "b", system="s"), talk("c", "d", system="t")
     line = json.dumps({"messages": one["messages"] + two["messages"]}).encode()
     assert [list(part.messages) for part in conversations_of(line, "x:1")] == [one["messages"], two["messages"]]
-
-
-USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import inspect
 import io
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -13,6 +14,8 @@ from fp8_megatron.data.sft_conversations import conversations_of
 from fp8_megatron.data.sft_encoding import Encoding
 from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, padded_vocab_size
 from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
+from fp8_megatron.data.transformers_tokenizer import HuggingFaceTokenizer
+from fp8_megatron.errors import UserError
 from tests.harness.chat_tokenizer import CHATML, MARKED_CHATML, save_chat_tokenizer, talk
 
 AWKWARD = [
@@ -352,6 +355,32 @@ def test_a_vocabulary_reaches_to_its_largest_id(tmp_path):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path)),
     ):
         assert tokenizer.encode("bab") == [1, 70_000] and tokenizer.vocab_size == 70_001
+
+
+@pytest.mark.parametrize("place", ["tokenizer.json", "added_tokens_decoder", "added_tokens.json", "a flag", "nowhere"])
+def test_an_end_token_that_the_vocabulary_lacks_is_refused(tmp_path, place):
+    """transformers would add it behind the last id, where a model of this tokenizer has no row."""
+    folder = Path(save_chat_tokenizer(tmp_path))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["eos_token"] = "<|end|>"
+    next_id = HuggingFaceTokenizer(str(folder)).vocab_size
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    token = {"content": "<|end|>", **flags}
+    if place == "added_tokens_decoder":
+        settings["added_tokens_decoder"] = {str(next_id): token}
+    if place == "added_tokens.json":
+        (folder / "added_tokens.json").write_text(json.dumps({"<|end|>": next_id}))
+    if place == "tokenizer.json":
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["added_tokens"].append({"id": next_id, **token})
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    special = ("<|end|>",) if place == "a flag" else ()
+    if place == "nowhere":
+        with pytest.raises(UserError, match=rf"eos_token '<\|end\|>', which its vocabulary lacks: .* id {next_id},"):
+            HuggingFaceTokenizer(str(folder), special_tokens=special)
+    else:
+        assert HuggingFaceTokenizer(str(folder), special_tokens=special).eod == next_id
 
 
 @pytest.mark.parametrize(

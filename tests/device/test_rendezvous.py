@@ -1,17 +1,26 @@
-"""Ranks that are started again meet in a part of the store that their last attempt did not write to."""
+"""Ranks meet at the interface that is named, on one node at the loopback; who does not come is named."""
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
-from fp8_megatron.device.rendezvous import fresh_store, process_group_arguments
+from fp8_megatron.data.splits import process_group
+from fp8_megatron.device import rendezvous
+from fp8_megatron.device.rendezvous import fresh_store, is_loopback, listening_store, process_group_arguments
+from fp8_megatron.errors import UserError
+from tests.harness.listening import listening
 
 TIMEOUT = timedelta(seconds=20)
+SOON = timedelta(seconds=0.3)
 
 
 def _attempt(store: torch.distributed.Store, late: int | None, world_size: int = 3) -> list[str]:
@@ -45,16 +54,157 @@ def test_a_restarted_rank_reads_nothing_old(late: int | None) -> None:
         seen.add(read[0])
 
 
-def test_a_rank_that_does_not_come_is_an_error() -> None:
+def test_ranks_that_do_not_come_are_named() -> None:
     store = torch.distributed.HashStore()
+    with pytest.raises(UserError, match="no sign of ranks 1, 2 of WORLD_SIZE=3 within --distributed-timeout-minutes"):
+        fresh_store(store, 0, 3, SOON)
     store.set("fp8_megatron/attempt/name", "old")
     store.set("fp8_megatron/attempt/old/seen/1", "another word")
-    with pytest.raises(torch.distributed.DistError, match="rank 1 has not met rank 0"):
-        fresh_store(store, 1, 2, timedelta(seconds=0.3))
-    with pytest.raises(torch.distributed.DistError):
-        fresh_store(store, 0, 2, timedelta(seconds=0.3))
+    store.set("fp8_megatron/attempt/old/signed/2", "word")
+    with pytest.raises(UserError, match="no sign of rank 0 of WORLD_SIZE=3"):
+        fresh_store(store, 1, 3, SOON)
+    with pytest.raises(UserError, match="no sign of rank 0 of WORLD_SIZE=2"):
+        fresh_store(torch.distributed.HashStore(), 1, 2, SOON)
 
 
-def test_without_restarts_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    assert process_group_arguments(TIMEOUT) == {}
+def test_a_late_rank_is_told_of_before_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.1)
+    store = torch.distributed.HashStore()
+    with caplog.at_level(logging.WARNING):
+        assert len(set(_attempt(store, late=2))) == 1
+    assert [record.message for record in caplog.records] == ["waiting for rank 2 of WORLD_SIZE=3, for at most 0:00:20"]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables of rank 0 of two that were started by hand; tests change them through `monkeypatch`."""
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    for name in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # remembered, so that what the code sets is undone
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return variables
+
+
+def _meet(timeout: timedelta) -> dict[str, Any]:
+    """What rank 0 of the environment is given, while another one signs."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def sign() -> None:
+        client = torch.distributed.TCPStore(address, port, is_master=False, timeout=timeout)
+        fresh_store(client, 1, 2, timeout)
+
+    thread = threading.Thread(target=sign)
+    thread.start()
+    arguments = process_group_arguments(timeout)
+    thread.join()
+    return arguments
+
+
+def test_ranks_of_this_machine_meet_at_the_loopback_interface(place: dict[str, str]) -> None:
+    before = listening()
+    arguments = _meet(TIMEOUT)
+    assert listening() - before == {("127.0.0.1", int(place["MASTER_PORT"]))}
+    assert (arguments["rank"], arguments["world_size"]) == (0, 2)
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+
+
+def test_a_single_rank_opens_no_store(place: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in place:
+        monkeypatch.delenv(name)
+    before = listening()
+    arguments = process_group_arguments(TIMEOUT)
+    assert isinstance(arguments["store"], torch.distributed.HashStore) and listening() == before
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_interfaces_that_the_user_names_stay_and_those_of_several_nodes_are_not_chosen(
+    place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    _meet(TIMEOUT)
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "=lo")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", socket.gethostname())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    _meet(TIMEOUT)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ and "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "said"),
+    [
+        ("0", "127.0.0.1", "another process has this port; give another MASTER_PORT, the same to every rank"),
+        ("0", "no.such.name.invalid", "rank 0 cannot listen there"),
+        ("1", "127.0.0.2", "rank 1 lost or never reached the store there"),
+    ],
+)
+def test_a_place_where_nobody_can_meet_is_one_line(
+    rank: str, address: str, said: str, place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with socket.create_server(("127.0.0.1", int(place["MASTER_PORT"]))), pytest.raises(UserError) as told:
+        process_group_arguments(timedelta(seconds=1))
+    variables = f"the environment variables MASTER_ADDR={address} and MASTER_PORT={place['MASTER_PORT']}: "
+    assert str(told.value).startswith(variables) and said in str(told.value) and "\n" not in str(told.value)
+
+
+def test_ranks_of_a_launcher_that_is_gone_do_not_wait_for_the_timeout(
+    place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher opens its store before it starts ranks."""
+    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.5)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    start = time.monotonic()
+    with pytest.raises(UserError, match="rank 0 lost or never reached the store there"):
+        process_group_arguments(timedelta(minutes=10))
+    assert time.monotonic() - start < 15
+
+
+def test_a_name_of_no_interface_listens_at_all_of_them_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a service's address in front of the first node, or a name that /etc/hosts sends to the loopback."""
+    known = {"service": "192.0.2.77", "node0": "127.0.1.1"}
+    entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, port, **more: [(*entry, (known[host], port))] if host in known else look_up(host, port, **more),
+    )
+    for host in known:
+        before = listening()
+        with caplog.at_level(logging.WARNING):
+            store = listening_store(host, 0, TIMEOUT)
+        ((address, port),) = listening() - before
+        assert address in ("::", "0.0.0.0") and port == store.port
+        assert f"{host} is no interface of this machine: the store listens at all; name" in caplog.text
+
+
+def test_a_group_that_data_alone_ask_for_listens_at_the_loopback_interface(
+    place: dict[str, str],
+) -> None:
+    before = listening()
+    with process_group():
+        torch.distributed.barrier()
+        opened = listening() - before
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and {address for address, _ in opened} == {"127.0.0.1"}
+
+
+def test_what_means_the_loopback_interface_by_itself() -> None:
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.3.2.1", "::1")))
+    assert not any(map(is_loopback, ("node0", "10.0.0.1", "0.0.0.0", "::", "")))

@@ -26,6 +26,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 #: Name → (class of transformers, settings): tied and untied; multi-head, grouped and multi-query; biases; head width.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_tied": ("GPT2", {**_GPT2, "layer_norm_epsilon": 1e-4}),
+    "gpt2_erf": ("GPT2", {**_GPT2, "activation_function": "gelu"}),
     "gpt2_untied": ("GPT2", {**_GPT2, "n_inner": 160, "tie_word_embeddings": False}),
     "llama_mha": ("Llama", {**_LLAMA, "num_key_value_heads": 4, "rms_norm_eps": 1e-4}),
     "llama_gqa": ("Llama", {**_LLAMA, "num_key_value_heads": 2, "rope_theta": 50000.0}),

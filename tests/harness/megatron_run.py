@@ -57,6 +57,7 @@ def arguments_of(config: Config) -> argparse.Namespace:
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         consumed_train_samples=BEFORE * MICRO_BATCHES * 2,
+        consumed_valid_samples=40,
         bf16=True,
         fp16=False,
         params_dtype=torch.bfloat16,

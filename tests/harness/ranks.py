@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fp8_megatron.mcore import topology
+
 _PRELOAD = ["tests.harness.tiny_gpt", "tests.harness.ranks"]
 #: How long the other ranks may take to say what they saw after the first one failed.
 _GRACE_SECONDS = 2.0
@@ -137,6 +139,7 @@ class _Place:
         torch.distributed.init_process_group = functools.partial(
             _join, store=store, rank=self.rank, world_size=self.num_ranks
         )
+        topology.process_group_arguments = lambda timeout: {}  # type: ignore[assignment]
         torch.distributed.destroy_process_group = functools.partial(_leave, time_of_failure := _TimeOfFailure())
         return time_of_failure
 

@@ -18,13 +18,6 @@ class OneRank:
     rank, world_size = 0, 1
 
 
-class NoSignals:
-    """No signal is received."""
-
-    def received(self) -> bool:
-        return False
-
-
 def add_checkpoint(root: Path, iteration: int, run: str | None = A_RUN, launch: str | None = None) -> Path:
     folder = iteration_folder(root, iteration)
     folder.mkdir(parents=True)

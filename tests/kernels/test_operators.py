@@ -120,17 +120,25 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (*gradient[0], E5M2, scale, amax, True),
             (*gradient[1], E5M2, scale, None, False),
         ],
-        "activation_amax": [(z, "swiglu"), (x, "gelu"), (z, "quick_geglu"), (x, "squared_relu")],
-        "activation_backward_amax": [(x, z, "swiglu"), (x, x, "gelu"), (x, z, "quick_geglu"), (x, x, "squared_relu")],
+        "activation_amax": [(z, "swiglu"), (x, "gelu"), (x, "gelu_erf"), (z, "quick_geglu"), (x, "squared_relu")],
+        "activation_backward_amax": [
+            (x, z, "swiglu"),
+            (x, x, "gelu"),
+            (x, x, "gelu_erf"),
+            (x, z, "quick_geglu"),
+            (x, x, "squared_relu"),
+        ],
         "activation_quantize": [
             (z, "swiglu", E4M3, None, False, None),
             (x, "gelu", E4M3, scale, False, amax),
+            (x, "gelu_erf", E4M3, scale, False, amax),
             (z, "quick_geglu", E4M3, scale, False, amax),
             (x, "squared_relu", E4M3, None, False, None),
         ],
         "activation_backward_quantize": [
             (x, z, "swiglu", E5M2, None, False, None, E4M3, scale, True),
             (x, x, "gelu", E5M2, scale, False, amax, E4M3, scale, False),
+            (x, x, "gelu_erf", E5M2, None, False, None, E4M3, scale, True),
             (x, z, "quick_geglu", E5M2, scale, False, amax, E4M3, scale, True),
             (x, x, "squared_relu", E5M2, None, False, None, E4M3, scale, True),
         ],
@@ -171,7 +179,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "update_amax_history_": [
             (torch.rand(3), *records, torch.rand(4, 3), 448 * torch.ones(3), torch.rand(3, 4), bad, True, False)
-            for bad in (None, one)
+            for bad in (one, one * math.nan)
         ],
         "examine_records_": [
             (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), one.clone(), 4, math.inf),

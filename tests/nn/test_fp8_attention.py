@@ -162,6 +162,21 @@ def test_values_and_gradients(kind: str, steps: int) -> None:
     assert_near_exact(layer, y, grad_x, grads)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_come_later_have_scales_at_once(kind: str) -> None:
+    """As behind a layer that begins with zeros: the first step's gradients are all 0."""
+    layer = Layer(kind)
+    cotangent, layer.cotangent = layer.cotangent, torch.zeros_like(layer.cotangent)
+    layer.step()
+    layer.history.update(None)
+    layer.cotangent = cotangent
+    for _ in range(3):
+        y, grad_x, *grads = layer.step()
+        layer.history.update(None)
+        assert_near_exact(layer, y, grad_x, grads)
+    assert not layer.history.has_cold_casts
+
+
 def steps_of_a_rank(group: Group, kind: str, steps: int) -> tuple[list[Tensor], list[float]]:
     """The last step, with gradients of parameters summed over the ranks, and the first amaxes of attention's casts."""
     layer = Layer(kind, group=group)

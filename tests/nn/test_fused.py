@@ -150,12 +150,20 @@ def test_norms_of_query_and_key(recipe: RecipeName) -> None:
 @RECIPES
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [("gelu", None), ("squared_relu", None), ("swiglu", None), ("quick_geglu", None), ("gelu", 32), ("swiglu", 32)],
+    [
+        ("gelu", None),
+        ("gelu_erf", None),
+        ("squared_relu", None),
+        ("swiglu", None),
+        ("quick_geglu", None),
+        ("gelu", 32),
+        ("swiglu", 32),
+    ],
 )
 def test_norm_mlp(kind: str, rows: int | None, recipe: RecipeName) -> None:
     """With `rows`, in chunks of 32, 32 and 16 positions."""
     seq = SEQ if rows is None else 80
-    has_bias = kind in ("gelu", "squared_relu")
+    has_bias = kind in ("gelu", "gelu_erf", "squared_relu")
     columns = WIDE * (1 if has_bias else 2)
     x, x64 = leaf(normal(seq, BATCH, HIDDEN, seed=1, size=2.0) + 0.3)
     norm_weight, norm_weight64 = leaf(1 + normal(HIDDEN, seed=2, size=0.2))
@@ -176,6 +184,8 @@ def test_norm_mlp(kind: str, rows: int | None, recipe: RecipeName) -> None:
     z = z if bias1_64 is None else z + bias1_64
     if kind == "gelu":
         activated = torch.nn.functional.gelu(z, approximate="tanh")
+    elif kind == "gelu_erf":
+        activated = torch.nn.functional.gelu(z)
     elif kind == "squared_relu":
         activated = torch.relu(z).square()
     else:
@@ -189,7 +199,7 @@ def test_norm_mlp(kind: str, rows: int | None, recipe: RecipeName) -> None:
     torch.autograd.backward([expected, x64], [g.double(), r.double()])
     # A gated activation multiplies two of fc1's outputs: their noise adds. Under a square the
     # error of z > 0 is 2z·e: over E z⁴ = 3σ⁴, 4/3 of z's noise.
-    assert snr_db(y, expected.detach()) > {"gelu": 24.0, "squared_relu": 23.8}.get(kind, 22.7)
+    assert snr_db(y, expected.detach()) > {"gelu": 24.0, "gelu_erf": 24.0, "squared_relu": 23.8}.get(kind, 22.7)
     assert snr_db(x.grad.double() - r.double(), x64.grad - r.double()) > 19.5  # type: ignore[union-attr]
     assert snr_db(weight2.main_grad.grads[0], weight2_64.grad) > 21.5  # type: ignore[attr-defined]
     assert snr_db(weight1.main_grad.grads[0], weight1_64.grad) > 20.5  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
+from fp8_megatron.device.host_copy import Mark
 from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.initialization import named_quantizers_of_model
 from fp8_megatron.mcore.runtime import runtime, seed_everything
@@ -25,7 +26,7 @@ from fp8_megatron.quantization.recipe import Quantizer
 from fp8_megatron.quantization.sources import QKVGradSource
 from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.build import TrainingState, build_training_state, slot_names_of_ranks
-from fp8_megatron.training.step_results import Mark, PendingStep, StepResult
+from fp8_megatron.training.step_results import PendingStep, StepResult
 from fp8_megatron.training.train_step import train_step
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import VOCAB_SIZE, random_batches, tiny_config, tiny_optimizer

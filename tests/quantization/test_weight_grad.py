@@ -119,6 +119,22 @@ def test_what_was_written_is_counted_in_a_sample_of_rows(
     assert [product.shape for product in products] == [rows.shape]
 
 
+def test_a_gradient_that_was_zero_is_not_written_in_fp8() -> None:
+    """Another slot has a scale. Its own comes from its first value, a step later because the host learns it late."""
+    history, recipe = make_history()
+    scale, other = (recipe.linear_quantizers().weight_grad for _ in range(2))
+    history.allocate(torch.device("cpu"))
+    assert scale is not None and other is not None
+    for size, expected in ((0.0, False), (1e-3, False), (1e-3, False), (1e-3, True)):
+        grad, _ = make_grad(scale, size=size)
+        known, _ = make_grad(other)
+        assert grad.writes_fp8 is expected
+        for each in (grad, known):
+            each.wide()
+        history.update(None)
+        assert known.writes_fp8
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_sum_is_rounded_once_a_micro_batch(dtype: torch.dtype) -> None:
     """Not once more in the 16 bits of a gradient alone: against float64."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
-from tools.memory_at_peak import peak_table
+import pytest
+import torch
+
+from fp8_megatron.errors import UserError
+from tools.memory_at_peak import main, peak_table
 
 
 def alloc(address: int, size: int, name: str) -> dict[str, Any]:
@@ -36,6 +42,16 @@ def test_what_is_alive_at_the_peak() -> None:
         "    4.000 GB in     2  linear.py:7 activations",
         "    1.000 GB in     1  linear.py:7 weights",
     ]
+
+
+def test_without_a_gpu_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file would not be written."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, problem in (([], "the first argument is the file"), (["memory.txt"], "torch finds no GPU here")):
+        monkeypatch.setattr(sys, "argv", ["memory_at_peak.py", *(str(tmp_path / word) for word in words)])
+        with pytest.raises(UserError, match=problem):
+            main()
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_code_is_named_as_such() -> None:

@@ -20,7 +20,7 @@ from fp8_megatron.training import room, training_run
 from fp8_megatron.training.room import check_memory, check_room
 from fp8_megatron.training.run_start import starting_run
 from fp8_megatron.training.trainer import Trainer
-from tests.harness.run_starts import NoSignals, OneRank, add_checkpoint
+from tests.harness.run_starts import OneRank, add_checkpoint
 from tests.harness.runs import tiny_flags
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_a_disk_without_room_is_found_at_the_start(
         settings = {**settings, "load": str(tmp_path)}
     checkpoint = CheckpointConfig(save=str(tmp_path), **settings)
     config = Config(checkpoint=checkpoint, training=TrainingConfig(train_iters=100))
-    with starting_run(checkpoint, OneRank(), NoSignals()) as started:  # type: ignore[arg-type]
+    with starting_run(checkpoint, OneRank()) as started:  # type: ignore[arg-type]
         if expected == "error":
             with pytest.raises(
                 CheckpointError, match=rf"--save {tmp_path}: one checkpoint takes 1.000 GB, .* 0.900 GB"

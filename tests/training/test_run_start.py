@@ -17,7 +17,7 @@ from fp8_megatron.config.schema import CheckpointConfig
 from fp8_megatron.device.processes import launch_id
 from fp8_megatron.training import run_start
 from fp8_megatron.training.run_start import RunStart, check_what_is_loaded, starting_run
-from tests.harness.run_starts import A_RUN, NoSignals, OneRank, add_checkpoint
+from tests.harness.run_starts import A_RUN, OneRank, add_checkpoint
 from tests.harness.tiny_gpt import GPT3_STYLE as MODEL
 from tests.harness.tiny_gpt import tiny_config
 
@@ -27,7 +27,7 @@ ANOTHER = "b" * 16
 def start(**settings: object) -> RunStart:
     """Start and end a run with these settings of `CheckpointConfig`."""
     values = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-    with starting_run(CheckpointConfig(**values), OneRank(), NoSignals()) as started:  # type: ignore[arg-type]
+    with starting_run(CheckpointConfig(**values), OneRank()) as started:  # type: ignore[arg-type]
         assert (started.lock is None) == ("save" not in settings)
         return started
 
@@ -224,7 +224,7 @@ def test_a_run_that_saved_while_it_was_waited_for(tmp_path: Path, monkeypatch: p
 
 def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
     settings = CheckpointConfig(save=str(tmp_path))
-    with pytest.raises(ZeroDivisionError), starting_run(settings, OneRank(), NoSignals()) as started:  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError), starting_run(settings, OneRank()) as started:  # type: ignore[arg-type]
         assert started.lock is not None and (tmp_path / LOCK).exists()
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []

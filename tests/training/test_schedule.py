@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from fp8_megatron.checkpoint.files import saved_iterations
 from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.config.learning_rate import schedule_notes
 from fp8_megatron.data import loader as loader_module
 from fp8_megatron.data.splits import process_group
 from fp8_megatron.data.tokenizer import NullTokenizer
@@ -45,15 +47,21 @@ def groups() -> SimpleNamespace:
     return SimpleNamespace(param_groups=[dict(keys), keys | {"wd_mult": 0.0}])
 
 
-def megatrons_steps(num_steps: int, *, batches: Any, scheduler: OptimizerParamScheduler) -> Iterator[Step]:
-    """(learning rate, weight decay, batch) of each step of Megatron's training loop."""
+def megatrons_steps(
+    num_steps: int, *, batches: Any, scheduler: OptimizerParamScheduler, count: int | None = None
+) -> Iterator[Step]:
+    """(learning rate, weight decay, batch) of each step of Megatron's training loop.
+
+    Args:
+        count: what a step counts for in the schedule; None: its batch, as in Megatron.
+    """
     consumed = 0
     for _ in range(num_steps):
         batches.update(consumed, consistency_check=True)
         group = scheduler.optimizer.param_groups[0]
         batch = batches.get_current_global_batch_size()
         yield group["lr"], group["weight_decay"], batch
-        scheduler.step(batch)
+        scheduler.step(count or batch)
         consumed += batch
 
 
@@ -146,9 +154,106 @@ def test_every_step_is_megatrons(name: str, world_size: int) -> None:
         if ramp is None
         else RampupBatchsizeNumMicroBatchesCalculator(12, 1, world_size, False, 1, *ramp)
     )
-    expected = list(megatrons_steps(100, batches=batches, scheduler=scheduler))
+    count = 12 if "--train-iters" in flags else None  # Megatron refuses a ramp there
+    expected = list(megatrons_steps(100, batches=batches, scheduler=scheduler, count=count))
     assert list(our_steps(f"{common} {flags}", 100, world_size)) == expected
     assert len({lr for lr, _, _ in expected}) > 20
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_schedules_are_megatrons(seed: int) -> None:
+    """Styles, lengths, warm-ups, growing decay and ramps at random, in samples and in steps, bit for bit."""
+    draw = random.Random(seed)
+    batch, in_samples = draw.choice([6, 12, 40]), draw.random() < 0.5
+    unit, kind, steps = (1, "samples", 90 * batch) if in_samples else (batch, "iters", 90)
+    decay = draw.randint(steps // 2, steps)
+    warmup = draw.randint(0, decay // 3)
+    wsd = draw.randint(1, decay - warmup)
+    style = draw.choice(["cosine", "linear", "WSD", "inverse-square-root", "constant"])
+    growth = draw.choice(["constant", "linear", "cosine"])
+    flags = (
+        f"--micro-batch-size 1 --global-batch-size {batch} --train-{kind} {steps} --lr 1e-3 --lr-decay-style {style} "
+    )
+    flags += f"--lr-warmup-{kind} {warmup} --weight-decay 0.05 "
+    if style in ("WSD", "cosine", "linear"):
+        flags += f"--min-lr 1e-4 --lr-decay-{kind} {decay} "
+    else:
+        decay = steps
+    if style == "WSD":
+        flags += f"--lr-wsd-decay-{kind} {wsd} --lr-wsd-decay-style minus_sqrt "
+    if growth != "constant":
+        flags += f"--weight-decay-incr-style {growth} --start-weight-decay 0.01 --end-weight-decay 0.2 "
+    batches: Any = ConstantNumMicroBatchesCalculator(batch, 1, 1, False, 1)
+    if ramps := draw.random() < 0.6:
+        start = draw.choice([size for size in range(1, batch) if batch % size == 0])
+        ramp = (start, start, draw.randint(1, 60 * batch))
+        flags += "--rampup-batch-size {} {} {} ".format(*ramp)
+        batches = RampupBatchsizeNumMicroBatchesCalculator(batch, 1, 1, False, 1, *ramp)
+    scheduler = OptimizerParamScheduler(
+        groups(),
+        init_lr=0.0,
+        max_lr=1e-3,
+        min_lr=1e-4 if "--min-lr" in flags else 0.0,
+        lr_warmup_steps=warmup * unit,
+        lr_decay_steps=decay * unit,
+        lr_decay_style=style,
+        start_wd=0.05 if growth == "constant" else 0.01,
+        end_wd=0.05 if growth == "constant" else 0.2,
+        wd_incr_steps=steps * unit,
+        wd_incr_style=growth,
+        wsd_decay_steps=wsd * unit,
+        lr_wsd_decay_style="minus_sqrt",
+    )
+    for group in scheduler.optimizer.param_groups:
+        group["min_lr"] = 1e-4 if "--min-lr" in flags else 0.0
+    scheduler.step(0)
+    count = None if in_samples or not ramps else batch
+    expected = list(megatrons_steps(120, batches=batches, scheduler=scheduler, count=count))
+    found = list(our_steps(flags, 120))
+    assert [batch for *_, batch in found] == [batch for *_, batch in expected]
+    assert found == expected, flags
+
+
+def test_steps_of_a_growing_batch_count_alike() -> None:
+    """Three of ten steps warm up and four decay, whatever their batches; weight decay grows to the last."""
+    flags = "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --lr-decay-style WSD --lr-warmup-iters 3 "
+    flags += "--lr-wsd-decay-iters 4 --weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 0.1 "
+    ramps = ("--global-batch-size 8 --rampup-batch-size 2 2 16", "--step-batch-size-schedule 0:2 1K:4 2K:8")
+    for ramp in ramps:
+        steps = list(our_steps(flags + ramp, 11))
+        assert len({batch for *_, batch in steps}) > 2
+        rates = [lr for lr, _, _ in steps]
+        assert rates[:4] == pytest.approx([0.0, 1e-3 / 3, 2e-3 / 3, 1e-3])
+        assert rates[4:7] == [1e-3] * 3 and rates[7] < 1e-3 and rates[10] == 0.0
+        assert [decay for _, decay, _ in steps] == pytest.approx([0.01 * step for step in range(11)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--train-samples 960", []),
+        ("--train-samples 971", []),  # as in Megatron
+        ("--train-samples 971 --rampup-batch-size 4 4 40", ["train_samples(971): the last 3 samples fill no global"]),
+        (
+            "--step-batch-size-schedule 0:4 128K:12 --train-samples 3000",
+            ["train_samples(3000): the last 8 samples fill no global batch and are not trained"],
+        ),
+        (
+            "--train-samples 960 --lr-warmup-samples 960",
+            ["lr_warmup_samples(960) does not fit into train_samples(960)"],
+        ),
+        ("--train-iters 8 --lr-warmup-iters 7", []),
+        (
+            "--train-iters 8 --lr-warmup-iters 9",
+            ["lr_warmup_iters(9) does not fit into train_iters(8): the warm-up is"],
+        ),
+    ],
+)
+def test_what_is_cut_has_a_line(flags: str, expected: list[str]) -> None:
+    words = f"--mock-data --vocab-size 64 --seq-length 128 --micro-batch-size 1 --global-batch-size 12 {flags}"
+    config = parse_config(words.split())
+    for found, start in zip(schedule_notes(config, 1), expected, strict=True):
+        assert found.startswith(start)
 
 
 @pytest.mark.parametrize(

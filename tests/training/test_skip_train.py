@@ -24,7 +24,14 @@ from tests.harness.ranks import RankPool
 from tests.harness.runs import tiny_flags
 from tests.harness.token_files import write_token_files
 
-SCRIPT = {"global_batch_size": 4, "train_iters": 4, "eval_interval": 2, "eval_iters": 3, "save_interval": 2}
+SCRIPT = {
+    "global_batch_size": 4,
+    "train_iters": 4,
+    "eval_interval": 2,
+    "eval_iters": 3,
+    "eval_fixed_samples": True,
+    "save_interval": 2,
+}
 SPLIT = {"main_params_dtype": "split", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
 CPU = torch.device("cpu")
 

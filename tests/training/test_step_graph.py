@@ -193,6 +193,22 @@ def test_the_warm_up_goes_on_until_a_step_is_ready(cuda: Cuda) -> None:
     assert model.calls == [computed] * 3 + [("computed", True), recorded, ("recorded", True)]
 
 
+def test_steps_are_recorded_anew_when_their_casts_change(cuda: Cuda) -> None:
+    """Another warm-up step runs first, when the casts are ready."""
+    casts, ready = [3], [True]
+    graph, model = make(cuda, can_measure=lambda: False, is_ready=lambda: ready[0], casts=lambda: [*casts])
+    batches, figures = loader(), []
+    for step in range(10):
+        if step == 5:
+            casts[0], ready[0] = 4, False
+        if step == 6:
+            ready[0] = True
+        figures.append(float(graph(batches, measures_underflow=False)))
+    assert figures == [3.0 * 4**step for step in range(10)]
+    kinds = [kind for kind, _ in model.calls]
+    assert kinds == ["computed"] * 2 + ["recorded"] + ["computed"] * 2 + ["recorded"]
+
+
 def test_steps_that_sample_casts_have_a_recording_of_their_own(cuda: Cuda) -> None:
     """Their kernels are compiled in the last step of the warm-up, whatever that step was asked for."""
     graph, _ = make(cuda, can_sample=True)

@@ -14,7 +14,7 @@ def this_rank_only(flag: bool) -> bool:
     return flag
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_sets_the_flag(number: signal.Signals) -> None:
     with SignalHandler(this_rank_only) as handler:
         assert not handler.received()
@@ -62,6 +62,16 @@ def test_repeated_sigterm_does_not_raise() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert handler.received()
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalHandler(this_rank_only) as handler:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not handler.received()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_previous_handlers_come_back() -> None:

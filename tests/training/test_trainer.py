@@ -130,6 +130,22 @@ def test_resume_is_bitwise(tmp_path: Path, recipe: str, num_micro_batches: int) 
     assert len(evals) == 3
 
 
+def test_another_order_of_samples_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a run that goes on; one with the same settings, or that takes the weights alone, says nothing."""
+    saved = tmp_path / "saved"
+    fit(tmp_path, train_iters=2, save=saved)
+    lines = []
+    for settings in ({}, {"seed": 7}, {"seed": 7, "finetune": True}):
+        caplog.clear()
+        fit(tmp_path, train_iters=3, load=saved, **settings)
+        lines.append([message for message in caplog.messages if "order of samples" in message])
+    assert lines[0] == lines[2] == []
+    assert lines[1] == [
+        "the order of samples is not the checkpoint's (seed 1234 → 7): some of its 4 samples may come again; give its "
+        "values, or --finetune to begin anew"
+    ]
+
+
 def test_a_run_ends_at_multiples_of_the_exit_interval(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     ends = []

@@ -1,6 +1,7 @@
 """The specification of an MLP's activation fused with its casts to FP8, in plain PyTorch.
 
 ``gelu``: z · σ(2u), u = √(2/π) · (z + 0.044715 z³), the tanh form of GELU (arXiv 1606.08415), as in GPT-2.
+``gelu_erf``: z · Φ(z), Φ(z) = (1 + erf(z / √2)) / 2, GELU itself; by erfc, which keeps its tail.
 ``squared_relu``: max(z, 0)² (arXiv 2109.08668), as in Nemotron.
 ``swiglu``: z holds gate and up side by side; SiLU(gate) · up (arXiv 2002.05202).
 ``quick_geglu``: the same with gate · σ(1.702 gate), the sigmoid form of GELU (arXiv 1606.08415), for SiLU.
@@ -24,10 +25,12 @@ from ..shapes import fp32, layouts, taken_scale
 _TWO_SQRT_2_OVER_PI = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
 
+_SQRT_HALF, _ROOT_OF_2_PI = math.sqrt(0.5), math.sqrt(2.0 * math.pi)
+
 _QUICK = 1.702
 
 #: Columns of z for one column of the activation.
-INPUTS = {"gelu": 1, "squared_relu": 1, "swiglu": 2, "quick_geglu": 2}
+INPUTS = {"gelu": 1, "gelu_erf": 1, "squared_relu": 1, "swiglu": 2, "quick_geglu": 2}
 
 
 def activation(z: Tensor, kind: str) -> Tensor:
@@ -43,6 +46,9 @@ def _value_and_derivatives(z: Tensor, kind: str) -> tuple[Tensor, tuple[Tensor, 
         gate = torch.sigmoid(_TWO_SQRT_2_OVER_PI * values * (1.0 + _CUBIC * squared))
         slope = values * gate * (1.0 - gate) * (_TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * squared))
         return values * gate, (gate + slope,)
+    if kind == "gelu_erf":
+        gate = 0.5 * torch.erfc(-_SQRT_HALF * values)
+        return values * gate, (gate + values * torch.exp(-0.5 * values * values) / _ROOT_OF_2_PI,)
     if kind == "squared_relu":
         positive = torch.where(values <= 0.0, 0.0, values)  # a NaN stays one
         return positive * positive, (2.0 * positive,)

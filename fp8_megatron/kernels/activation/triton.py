@@ -56,10 +56,11 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LINEAR = tl.constexpr(1.5957691216057308)
 _CUBIC = tl.constexpr(1.5957691216057308 * 0.044715)
 _QUICK = tl.constexpr(1.702)
+_DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 
 #: Activations by name as the kernels know them; from SwiGLU on they are gated.
-_KINDS = {"gelu": 0, "squared_relu": 1, "swiglu": 2, "quick_geglu": 3}
-_SQUARED_RELU, _SWIGLU, _QUICK_GEGLU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_KINDS = {"gelu": 0, "gelu_erf": 1, "squared_relu": 2, "swiglu": 3, "quick_geglu": 4}
+_GELU_ERF, _SQUARED_RELU, _SWIGLU, _QUICK_GEGLU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 
 
 @triton.jit
@@ -78,10 +79,33 @@ def _load_inputs(z, rows, columns, mask, F, KIND: tl.constexpr):
 @triton.jit
 def _sigmoid(x):
     """1 / (1 + e⁻ˣ) in two special-function instructions. The backward kernel has few to spare."""
-    denominator = 1.0 + tl.exp2(-_LOG2_E * x)
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
-    )
+    return _inverse(1.0 + tl.exp2(-_LOG2_E * x))
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x, to 1 ulp."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _normal(x):
+    """(Φ(x), φ(x)) of the normal distribution; both keep their tails.
+
+    (1 - Φ(x)) / φ(x) is t·p(t) for x ≥ 0, t = 1 / (1 + 0.3x). This polynomial was fitted for the least relative error
+    up to x = 14, which is 1.5e-7.
+    """
+    density = _DENSITY_AT_0 * tl.exp2((-0.5 * _LOG2_E) * (x * x))
+    t = _inverse(1.0 + 0.3 * tl.abs(x))
+    p = 0.08942365509588004 * t - 0.39405073624264736
+    p = p * t + 0.5172532615179624
+    p = p * t - 0.13456644773114904
+    p = p * t + 0.32225695424148815
+    p = p * t + 0.25044577541053337
+    p = p * t + 0.3026853110872692
+    p = p * t + 0.2998661811075486
+    tail = density * (p * t)
+    return tl.where(x < 0.0, tail, 1.0 - tail), density
 
 
 @triton.jit
@@ -93,6 +117,9 @@ def _value(first, second, KIND: tl.constexpr):
     elif KIND == _SQUARED_RELU:
         positive = tl.where(first <= 0.0, 0.0, first)
         return positive * positive
+    elif KIND == _GELU_ERF:
+        gate, _ = _normal(first)
+        return first * gate
     else:
         return first * _sigmoid(first * (_LINEAR + _CUBIC * (first * first)))
 
@@ -111,6 +138,9 @@ def _value_and_derivatives(first, second, KIND: tl.constexpr):
     elif KIND == _SQUARED_RELU:
         positive = tl.where(first <= 0.0, 0.0, first)  # a NaN stays one
         return positive * positive, positive + positive, positive
+    elif KIND == _GELU_ERF:
+        gate, density = _normal(first)
+        return first * gate, gate + first * density, gate
     else:
         squared = first * first
         gate = _sigmoid(first * (_LINEAR + _CUBIC * squared))

@@ -121,10 +121,9 @@ def examine_records_(
 
 @triton.jit
 def _update_amax_history(
-    amax, record, written, history, fp_max, previous, grad_norm, scales, inverses, n,
+    amax, record, written, history, fp_max, previous, square_sum, scales, inverses, n,
     LENGTH: tl.constexpr, PLACES: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
-    KEEPS_LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, MAY_SKIP: tl.constexpr, ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    KEEPS_LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """`reference.update_amax_history_` of `SLOTS` of the n slots; scales and inverses FP32 [n, STRIDE].
 
@@ -138,11 +137,7 @@ def _update_amax_history(
     here = (rows < LENGTH) & inside[None, :]
     kept = (rows < LENGTH - 1) & inside[None, :]
     held = magnitude_bits(tl.load(history + offsets, mask=here, other=0.0))
-    takes = inside
-    if MAY_SKIP:
-        largest_held = tl.max(tl.where(held < _INF_BITS, held, 0), axis=0)
-        is_first = (largest_held == 0) & (newest < _INF_BITS)
-        takes = inside & ((magnitude_bits(tl.load(grad_norm)) <= _INF_BITS) | is_first)
+    takes = inside & (magnitude_bits(tl.load(square_sum)) <= _INF_BITS)
     tl.debug_barrier()  # every thread has read the values that others overwrite next
     tl.store(history + n + offsets, held.to(tl.float32, bitcast=True), mask=kept & takes[None, :])
     tl.store(history + slots, newest.to(tl.float32, bitcast=True), mask=takes)
@@ -151,8 +146,9 @@ def _update_amax_history(
         finite = tl.max(tl.where(kept & (held < _INF_BITS), held, 0), axis=0)
         counted = tl.maximum(tl.where(newest < _INF_BITS, newest, 0), finite)
     scale = tl.div_rn(counted.to(tl.float32, bitcast=True), tl.load(fp_max + slots, mask=inside, other=1.0))
+    scale = tl.maximum(scale, _SMALLEST_NORMAL)
     if POWER_OF_TWO:
-        bits = tl.maximum(scale, _SMALLEST_NORMAL).to(tl.int32, bitcast=True)
+        bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     is_usable = (counted > 0) & (counted < _INF_BITS) & takes
     scale = tl.where(is_usable, scale, tl.load(previous + slots * STRIDE, mask=inside, other=1.0))
@@ -176,7 +172,7 @@ def update_amax_history_(
     history: Tensor,
     fp_max: Tensor,
     previous: Tensor,
-    grad_norm: Tensor | None,
+    square_sum: Tensor,
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -188,8 +184,8 @@ def update_amax_history_(
     rows = next_power_of_2(length)
     slots = max(1, min(_MOST_SLOTS, _ELEMENTS // rows))
     _update_amax_history[(cdiv(n, slots),)](
-        amax, record, written, history, fp_max, previous, amax if grad_norm is None else grad_norm, scales, inverses,
-        n, length, places, stride, RECORD_SIZE, keeps_largest, power_of_two, grad_norm is not None, rows, slots,
+        amax, record, written, history, fp_max, previous, square_sum, scales, inverses,
+        n, length, places, stride, RECORD_SIZE, keeps_largest, power_of_two, rows, slots,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -99,15 +99,14 @@ def update_amax_history_(
     history: Tensor,
     fp_max: Tensor,
     previous: Tensor,
-    grad_norm: Tensor | None,
+    square_sum: Tensor,
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
     """Push a step's amaxes into the history, and return the next step's scales (delayed scaling).
 
-    If an amax is 0 or not finite, its scale stays that of `previous`. A step whose gradient norm is NaN saw values
+    If an amax is 0 or not finite, its scale stays that of `previous`. A step whose sum of squares is NaN saw values
     that are not finite or far too large. The other amaxes follow from them, so history and scales stay as they are.
-    A slot whose history is empty takes a finite amax even then.
 
     Args:
         amax: FP32 [n], the step's amaxes.
@@ -115,22 +114,19 @@ def update_amax_history_(
         history: FP32 [length, n], the latest first; the oldest row is dropped.
         fp_max: FP32 [n], the payload magnitude that an amax is mapped to.
         previous: FP32 [n, stride], the last scales in column 0.
-        grad_norm: FP32 [1]; None: finite.
+        square_sum: FP32 [1], as `examine_records_` left it, summed over ranks.
         keeps_largest: scales come from the largest finite amax of the history; otherwise from the step's amax.
         power_of_two: scales are rounded up to powers of two.
 
     Returns:
         Scales and their reciprocals, FP32 [n, stride] with the values in column 0.
     """
-    finite = torch.where(torch.isfinite(history), history, 0.0)
     pushed = torch.cat([amax[None], history[:-1]])
     counted = torch.where(torch.isfinite(pushed), pushed, 0.0).amax(dim=0) if keeps_largest else amax
-    scale = counted / fp_max
+    scale = (counted / fp_max).clamp_min(torch.finfo(torch.float32).tiny)  # its reciprocal is finite
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
-    takes = torch.ones_like(amax, dtype=torch.bool)
-    if grad_norm is not None:
-        takes = ~grad_norm.isnan() | (torch.isfinite(amax) & (finite.amax(dim=0) == 0))
+    takes = ~square_sum.isnan()
     history.copy_(torch.where(takes, pushed, history))
     scale = torch.where(torch.isfinite(counted) & (counted > 0) & takes, scale, previous[:, 0])
     record.zero_()
