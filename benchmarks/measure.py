@@ -111,19 +111,6 @@ PARTS = {
             _compare(to, "1.3b", "1.3b", _WITH_AND_WITHOUT_GRAPH, micro=8),
         ],
     ),
-    "exchanges": Part(
-        2,
-        "GEMMs with the rows they exchange over two tensor-parallel ranks",
-        lambda to: [["torchrun", "2", "tensor_parallel.py", "--output", str(to.folder / "exchanges.json")]],
-    ),
-    "context": Part(
-        4,
-        "attention over sequences that two and four ranks share, beside one rank",
-        lambda to: [
-            ["torchrun", str(gpus), "context_parallel.py", "--output", str(to.folder / f"context_{gpus}.json")]
-            for gpus in (2, 4)
-        ],
-    ),
     "7b-2gpus": Part(
         2,
         "GPT-7B over two data-parallel GPUs",
@@ -241,7 +228,7 @@ def resolved(command: Sequence[str]) -> list[str]:
     if command[0] == "torchrun":
         _, ranks, script, *flags = command
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        return [sys.executable, *launcher, script if "/" in script else f"benchmarks/{script}", *flags]
+        return [sys.executable, *launcher, script, *flags]
     script, *flags = command
     return [sys.executable, f"benchmarks/{script}", *flags]
 

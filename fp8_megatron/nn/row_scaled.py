@@ -2,7 +2,7 @@
 
 The gradient of a token's logits is g · (p − onehot). Most of its power is in the label's element, −g · (1 − p), which
 is close to −g in most tokens. With one scale for all tokens E5M2 rounds all of these to −g: an error of one sign, about
-1% of each label's element (docs/ablations.md, "The gradient of the LM head").
+1% of each label's element (docs/notebook.md, "The gradient of the LM head").
 
 So each row t is divided by its amax s_t. The label's element is then −1, which is exact. dgrad multiplies the rows of
 its output by s_t. wgrad sums over rows, so its other operand is cast from x_t · s_t. `nn.lm_head` does the same inside

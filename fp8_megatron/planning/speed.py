@@ -142,7 +142,7 @@ H100 = H200.with_memory("H100", 3.35 / 4.8)
 RATES = {rates.name.lower(): rates for rates in (H100, H200)}
 #: Attention's forward over forward and backward (attention_h200.json).
 _ATTENTION_FORWARD = 0.25
-#: Below this, GPT-345M's steps of 4 sequences took 23 to 27% longer than predicted (docs/planning.md).
+#: Below this, GPT-345M's steps of 4 sequences took 15 to 27% longer than predicted (docs/planning.md).
 _SMALL_LAYER_FLOPS = 1e12
 
 

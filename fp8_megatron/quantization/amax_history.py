@@ -27,7 +27,7 @@ from .cast_report import Role, SlotName, causes
 _WRITTEN_AMAXES = 8
 #: FP32 values from one scale to the next: cuBLASLt needs 16-byte alignment.
 _STRIDE = 4
-#: A step is skipped if a cast clamps more than this fraction of a tensor (benchmarks/saturation.py). Normal values that
+#: A step is skipped if a cast clamps more than this fraction of a tensor (docs/fp8_health.md). Normal values that
 #: grow by a factor of 5 between two steps reach it; in the first steps of a small model, 1% is an everyday event.
 MOST_SATURATED = 0.5
 #: Steps after which slots that still saw no value are not waited for (`AmaxHistory.is_settled`).

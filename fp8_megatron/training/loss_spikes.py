@@ -29,7 +29,7 @@ _WINDOW, _FEWEST = 64, 16
 _LEAST_SPREAD = 0.003
 #: Makes the median of absolute deviations a standard deviation of normal values.
 _NORMAL = 1.4826
-#: A gradient norm this many spreads above the last steps' has the next step sampled (benchmarks/loss_spikes.py: one of
+#: A gradient norm this many spreads above the last steps' has the next step sampled (of healthy runs, one of
 #: 1,800 healthy steps of small models lies beyond 8, and the steps of a burst of one token at 14 to 16).
 _UNUSUAL_NORM = 8.0
 #: Samples that a cast is compared with, and casts that a message names.

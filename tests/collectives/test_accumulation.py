@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import pytest
 
-from tools.compare_reductions import ACCUMULATION_IN_BF16, ACCUMULATION_OF_OURS, Kind, measure_accumulation
+from tests.collectives.simulated_reductions import (
+    ACCUMULATION_IN_BF16,
+    ACCUMULATION_OF_OURS,
+    Kind,
+    measure_accumulation,
+)
 
 
 @pytest.mark.parametrize("kind", ["uncorrelated", "correlated"])

@@ -17,8 +17,8 @@ from torch import Tensor
 from fp8_megatron.collectives.hierarchical import hierarchical_reduce_scatter_mean, new_node_groups
 from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
+from tests.collectives.simulated_reductions import GradientSource, reduce_hierarchical, worst_snr_db
 from tests.harness.ranks import RankPool, on_default_group
-from tools.compare_reductions import GradientSource, reduce_hierarchical, worst_snr_db
 
 CPU = torch.device("cpu")
 FP8, BF16, FP32 = StorageDtype.FP8, StorageDtype.BF16, StorageDtype.FP32

@@ -19,8 +19,8 @@ from fp8_megatron.collectives.reduce_scatter import reduce_scatter_mean
 from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
 from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
 from fp8_megatron.quantization.stats import snr_db
+from tests.collectives.simulated_reductions import GradientSource, worst_snr_db
 from tests.harness.ranks import RankPool, on_default_group
-from tools.compare_reductions import GradientSource, worst_snr_db
 
 CPU = torch.device("cpu")
 WORLDS = pytest.mark.parametrize("world", [2, 4])

@@ -36,7 +36,6 @@ _SHRINK = {
     "preprocess": "--workers 2",
     "build_quickstart_corpus.py": "--max-mb 1",
     "tools.gradient_snr": "--train-iters 6",
-    "kept_inputs.py": "--tiny",
 }
 _TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 128 --mock-data"
 _RUN = f"--train-iters 3 --lr 1e-3 --eval-interval 0 --micro-batch-size 2 {_TINY}"

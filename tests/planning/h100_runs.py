@@ -13,7 +13,7 @@ from tests.planning.recorded_runs import ROOT, read
 
 @dataclass(frozen=True)
 class H100Run:
-    """A run by the name that docs/planning.md gives it."""
+    """A run and its flags."""
 
     name: str
     flags: str

@@ -42,7 +42,7 @@ def test_what_is_measured() -> None:
 
 
 def test_documented_commands_are_taken() -> None:
-    text = (ROOT / "docs" / "any-model-speed.md").read_text().replace("\\\n", " ")
+    text = (ROOT / "docs" / "evidence.md").read_text().replace("\\\n", " ")
     commands = re.findall(r"^python benchmarks/any_model.py (.*)", text, re.MULTILINE)
     assert commands and all(any_model.cases(any_model.parse(shlex.split(words))) for words in commands)
 

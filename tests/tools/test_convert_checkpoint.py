@@ -599,7 +599,7 @@ def test_lm_evaluation_harness_runs_on_an_exported_folder(tokenizer_model: str, 
     assert convert(tmp_path / "run", tmp_path / "out", "hf") == 0
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "4"]
     command += ["--model_args", f"pretrained={tmp_path / 'out'},dtype=float32", "--tasks", "python_idioms"]
-    command += ["--include_path", "benchmarks/zero_shot", "--output_path", str(tmp_path / "results")]
+    command += ["--include_path", "tests/tools/zero_shot", "--output_path", str(tmp_path / "results")]
     subprocess.run(
         command, check=True, timeout=600, cwd=Path(__file__).parents[2]
     )  # the task names its data from there

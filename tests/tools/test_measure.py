@@ -95,11 +95,11 @@ def test_every_part_runs_whatever_became_of_the_one_before(monkeypatch: pytest.M
 
     monkeypatch.setattr(measure.subprocess, "run", run)
     monkeypatch.setattr(measure.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(sys, "argv", ["measure.py", "kernels", "exchanges", "--output-dir", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["measure.py", "kernels", "7b-2gpus", "--output-dir", str(tmp_path)])
     assert measure.main() == 1
     assert [next(word for word in command if word.startswith("benchmarks/")) for command in ran] == [
         "benchmarks/kernels.py",
-        "benchmarks/tensor_parallel.py",
+        "benchmarks/compare.py",
     ]
 
 

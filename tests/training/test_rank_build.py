@@ -169,9 +169,9 @@ def _quoted(row: str) -> float:
         pytest.param("--pipeline-model-parallel-size 4", 3, None, marks=pytest.mark.slow),
         pytest.param("--pipeline-model-parallel-size 4 --precision bf16", 0, "BF16", marks=pytest.mark.slow),
         pytest.param("--pipeline-model-parallel-size 4 --precision bf16", 3, None, marks=pytest.mark.slow),
-        pytest.param("", 0, "stage 0", marks=pytest.mark.slow),
-        pytest.param("", 1, "stage 1", marks=pytest.mark.slow),
-        pytest.param("", 15, "stage 15", marks=pytest.mark.slow),
+        pytest.param("", 0, None, marks=pytest.mark.slow),
+        pytest.param("", 1, None, marks=pytest.mark.slow),
+        pytest.param("", 15, None, marks=pytest.mark.slow),
     ],
 )
 def test_gpt_175b_on_128_gpus(flags: str, stage: int, row: str | None) -> None:
@@ -242,7 +242,7 @@ def test_heads_for_sequences() -> None:
     ("length", "flags", "bound"), [(268288, "", 2e-3), (524288, "--mlp-chunks-for-training 64", 1.5e-2)]
 )
 def test_the_longest_sequences_of_docs(length: int, flags: str, bound: float) -> None:
-    """docs/llama.md quotes the differences for Llama-3-8B."""
+    """Of Llama-3-8B: the built peak differs by less than 0.2%, with MLPs in chunks by less than 1.5%."""
     flags += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --loss-chunk-size 8192 "
     flags += f"--cpu-offloading-num-layers 31 --global-batch-size 1 --seq-length {length} --cuda-graph-impl none"
     config = parse_config(f"--config {ROOT}/configs/llama_8b.yaml {ROOT}/configs/fast.yaml --mock-data {flags}".split())

@@ -1,6 +1,6 @@
 """Which of several algorithms for one GEMM is the fastest. All of them write the same bits.
 
-cuBLASLt's heuristic is up to 30% off where accumulation is fast, as in forward (`benchmarks/gemm_algorithms.py`).
+cuBLASLt's heuristic is up to 30% off where accumulation is fast, as in forward (docs/notebook.md).
 Timing chooses better. It changes no result, because an algorithm that writes other bits is left out. cuBLASLt's differ
 in their tiles alone, not in the order in which a sum is added up.
 """
