@@ -33,8 +33,7 @@ COMMANDS = {
     "generate": Command("generate_text", "continue prompts with a trained checkpoint"),
     "plot": Command("plot_losses", "draw the losses of one run, or compare the curves of several"),
     "health": Command("health", "show a run's FP8 health as one HTML page, or serve it while the run goes on"),
-    "compare": Command("compare_levels", "train one configuration at several precision levels, side by side"),
-    "parity": Command("parity", "compare the losses of precision levels over several seeds"),
+    "parity": Command("parity", "train one configuration at several precision levels, and compare the losses"),
     "plan": Command("plan", "predict the best layouts of a model on a cluster: memory and step time"),
 }
 

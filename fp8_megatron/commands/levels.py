@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from ..config.checks import ConfigError
-from ..config.io import CommandLine, parse_command_line
-from ..config.schema import Config
+from ..config.io import CommandLine
 
 _FP8 = ("--precision", "fp8")
 _O3 = (*_FP8, "--opt-level", "O3")
@@ -42,17 +41,6 @@ LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-
-
-def training_config(flags: Sequence[str]) -> Config:
-    """The configuration of these flags, of a run that trains as those of a comparison do.
-
-    Raises:
-        ConfigError: --skip-train or --dry-run is one of them.
-    """
-    line = parse_command_line(flags)
-    check_trains(line, "the runs of a comparison train")
-    return line.config
 
 
 def check_trains(line: CommandLine, why: str) -> None:

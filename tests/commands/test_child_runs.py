@@ -103,51 +103,26 @@ def test_a_run_that_nobody_started_follows_nobody() -> None:
         assert lives(next(one for one in below if "python" in one.name()))
 
 
-@contextmanager
-def training(command: str, *words: str, metrics: Path, num_below: int) -> Iterator[Callable[[], None]]:
-    """A command of the console script whose first run trains on the CPU.
-
-    Yields:
-        Kills the command alone, and returns when nothing lives that was below it.
-    """
+#: Ranks of a run, and the fewest processes below the command: a launcher of several ranks, ranks, a loader of each.
+@pytest.mark.parametrize(("num_ranks", "num_below"), [(1, 2), pytest.param(2, 5, marks=pytest.mark.slow)])
+def test_runs_of_parity_save_and_end_when_it_is_killed(num_ranks: int, num_below: int, tmp_path: Path) -> None:
+    """The command alone is killed, while its first run trains on the CPU."""
+    metrics = tmp_path / "runs" / "bf16_seed_1" / METRICS_FILE
+    words = ["--output-dir", str(tmp_path), "--levels", "bf16", "O3", "--seeds", "1", "--ranks-per-run", str(num_ranks)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-m", "fp8_megatron.cli", command, *words, "--", *TRAINING]
+    program = [sys.executable, "-m", "fp8_megatron.cli", "parity", *words, "--", *TRAINING]
     with started(program, env=environment) as (process, below):
         trains = wait_until(lambda: metrics.exists() and len(read_records(metrics)) > 20, STARTED_WITHIN)
         below += psutil.Process(process.pid).children(recursive=True)
         assert trains and len(below) >= num_below
-
-        def kill() -> None:
-            process.kill()
-            process.wait()
-            assert wait_until(lambda: not any(map(lives, below)), ENDED_WITHIN), [one for one in below if lives(one)]
-
-        yield kill
-
-
-#: Ranks of a run, and the fewest processes below the command: a launcher of several ranks, ranks, a loader of each.
-SIZES = pytest.mark.parametrize(("num_ranks", "num_below"), [(1, 2), pytest.param(2, 5, marks=pytest.mark.slow)])
-
-
-@SIZES
-def test_runs_of_parity_save_and_end_when_it_is_killed(num_ranks: int, num_below: int, tmp_path: Path) -> None:
-    metrics = tmp_path / "runs" / "bf16_seed_1" / METRICS_FILE
-    words = ["--output-dir", str(tmp_path), "--levels", "bf16", "O3", "--seeds", "1", "--ranks-per-run", str(num_ranks)]
-    with training("parity", *words, metrics=metrics, num_below=num_below) as kill:
-        kill()
+        process.kill()
+        process.wait()
+        assert wait_until(lambda: not any(map(lives, below)), ENDED_WITHIN), [one for one in below if lives(one)]
     checkpoints = metrics.parent / "checkpoints"
     (saved,) = saved_iterations(checkpoints)
     last = iteration_folder(checkpoints, saved)
     assert [problem for one in read_manifest(last) if (problem := problem_with(last, one))] == []
     assert saved == max(record["iteration"] for record in read_records(metrics))
-
-
-@SIZES
-def test_runs_of_compare_end_when_it_is_killed(num_ranks: int, num_below: int, tmp_path: Path) -> None:
-    metrics = tmp_path / "bf16" / METRICS_FILE
-    words = ["--output-dir", str(tmp_path), "--levels", "bf16", "O3", "--nproc-per-node", str(num_ranks)]
-    with training("compare", *words, metrics=metrics, num_below=num_below) as kill:
-        kill()
 
 
 def test_ranks_are_told_that_their_launcher_was_killed(tmp_path: Path) -> None:

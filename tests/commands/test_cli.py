@@ -38,7 +38,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     text = capsys.readouterr().out
     assert exit_info.value.code == 0
-    names = "train tokenize preprocess merge convert inspect generate plot health compare parity plan"
+    names = "train tokenize preprocess merge convert inspect generate plot health parity plan"
     assert list(COMMANDS) == names.split()
     assert all(f"  {name} " in text and command.help in text for name, command in COMMANDS.items())
 
