@@ -50,10 +50,8 @@ from ..reporting.parity import RunKey
 from .arguments import Parser, nonempty, output_folder, real, seed, whole
 from .launch import gpus_for_ranks
 from .levels import levels_of
-from .parity_checks import check_levels
-from .parity_plan import SEED, RunPlan
-from .parity_results import read_results, show_table, write_results
-from .parity_runs import SAVE_SECONDS, Session
+from .parity_plan import SEED, RunPlan, check_levels
+from .parity_runs import SAVE_SECONDS, Session, read_results, show_table, write_results
 from .program import exit_status, share_import_path
 
 LEVELS = {

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from fp8_megatron.commands import parity, parity_runs
-from fp8_megatron.commands.parity_results import RESULTS_FILE, read_results, write_results
-from fp8_megatron.commands.parity_runs import Session
+from fp8_megatron.commands.parity_runs import RESULTS_FILE, Session, read_results, write_results
 from fp8_megatron.commands.pretrain_gpt import main as pretrain
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import parse_config

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.reporting.metrics_file import METRICS_FILE
-from fp8_megatron.reporting.parity import RunResult, compare_runs, paired_t_test, read_run
-from fp8_megatron.reporting.parity_report import draw_parity, markdown_table
+from fp8_megatron.reporting.parity import (
+    RunResult,
+    compare_runs,
+    draw_parity,
+    markdown_table,
+    paired_t_test,
+    read_run,
+)
 
 
 def result(level: str, seed: int, final: float, *, step_seconds: float = 1.0, start: float = 4.0) -> RunResult:
