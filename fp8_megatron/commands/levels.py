@@ -1,12 +1,9 @@
-"""Levels of precision by name, as flags of a run. Tools that compare levels choose among them."""
+"""Levels of precision by name, as flags of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-
-from ..config.checks import ConfigError
-from ..config.io import CommandLine
 
 _FP8 = ("--precision", "fp8")
 _O3 = (*_FP8, "--opt-level", "O3")
@@ -16,9 +13,8 @@ _CURRENT = ("--fp8-recipe", "tensorwise")  # with an LM head in 16 bits, and gra
 LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "bf16": ("--precision", "bf16"),
-        "te": ("--precision", "te"),
+        "te": ("--precision", "te", "--fp8-recipe", "delayed"),
         "te-tensorwise": ("--precision", "te", "--fp8-recipe", "tensorwise"),
-        "te-delayed": ("--precision", "te", "--fp8-recipe", "delayed"),
         "O1": (*_FP8, "--opt-level", "O1", *_CURRENT),
         "O2": (*_FP8, "--opt-level", "O2", *_CURRENT),
         "O3": (*_O3, *_CURRENT),
@@ -41,15 +37,3 @@ LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-
-
-def check_trains(line: CommandLine, why: str) -> None:
-    """Raise `ConfigError`, which says `why`, if the run of a command line would not train."""
-    for name, given in (("skip_train", line.config.training.skip_train), ("dry_run", line.dry_run)):
-        if given:
-            raise ConfigError(f"{name}: {why}; leave it out")
-
-
-def levels_of(*names: str) -> dict[str, list[str]]:
-    """The flags of these levels by name, in this order."""
-    return {name: list(LEVELS[name]) for name in names}

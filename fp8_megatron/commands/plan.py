@@ -22,19 +22,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..config.checks import check_config
+from ..config.checks import ConfigError, check_config
 from ..config.io import own_and_run_flags
 from ..config.schema import Config
 from ..config.words import flag_name
 from .arguments import Parser, output_file, real, whole
-from .levels import check_trains, levels_of
+from .levels import LEVELS
 from .program import exit_status
 from .run_settings import run_command_line
 
 if TYPE_CHECKING:
     from ..planning.layouts import Cluster, Layout
 
-LEVELS = levels_of("bf16", "te", "O1", "O2", "O3", "5-byte")
 #: GPUs that a job can have.
 _MOST_GPUS = 100_000
 #: What --largest compares. Transformer Engine's model states are BF16's.
@@ -187,7 +186,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _configuration(flags: list[str], prog: str) -> Config:
     """The configuration of a run. Without data it has random tokens, which need as much memory and time."""
     line = run_command_line(flags, prog)
-    check_trains(line, "layouts are planned for training")
+    for name, given in (("skip_train", line.config.training.skip_train), ("dry_run", line.dry_run)):
+        if given:
+            raise ConfigError(f"{name}: layouts are planned for training; leave it out")
     config = line.config
     if config.data.data_path or config.data.train_data_path:
         return config

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,6 @@ class RunResult:
             early for losses that are not.
         tail_loss: mean training loss of the last tenth of its own steps, nats a token; None if one is not finite.
         step_seconds, tokens_per_second: medians after the first steps; tokens of one GPU.
-        wall_seconds: from its start to its end with imports and validations; None for a run that was interrupted or
-            ended early.
         validation, training: (iteration, loss) points, without losses that are not finite. A point of training is a
             mean over the steps since the last one.
         steps_before: those of the run whose checkpoint it continued; `num_steps` counts them.
@@ -53,7 +51,6 @@ class RunResult:
     tokens_per_second: float
     peak_memory_gib: float
     skipped_steps: int
-    wall_seconds: float | None
     validation: list[tuple[int, float]]
     training: list[tuple[int, float]]
     steps_before: int = 0
@@ -63,19 +60,15 @@ class RunResult:
         """Whether a loss at its end is not finite. Such a run is compared with no other."""
         return self.final_loss is None or self.tail_loss is None
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunResult:
-        """The inverse of `to_json`.
+        """The inverse of `dataclasses.asdict`; other values are left out.
 
         Raises:
             TypeError, ValueError, KeyError: `values` are not those of a run.
         """
         curves = {name: [(int(i), float(loss)) for i, loss in values[name]] for name in ("validation", "training")}
-        return cls(**{**values, **curves})
+        return cls(**{**{one.name: values[one.name] for one in fields(cls)}, **curves})
 
 
 @dataclass(frozen=True)
@@ -129,14 +122,7 @@ class Parity:
 
 
 def read_run(
-    folder: Path,
-    level: str,
-    seed: int,
-    *,
-    num_steps: int,
-    wall_seconds: float | None,
-    steps_before: int = 0,
-    ended_early: bool = False,
+    folder: Path, level: str, seed: int, *, num_steps: int, steps_before: int = 0, ended_early: bool = False
 ) -> RunResult | None:
     """A run's result from its folder; None if it has not ended.
 
@@ -164,11 +150,21 @@ def read_run(
         tokens_per_second=statistics.median(record["tokens_per_second_per_gpu"] for record in timed),
         peak_memory_gib=max(record["peak_memory_gib"] for record in steps),
         skipped_steps=steps[-1]["skipped_steps"],
-        wall_seconds=wall_seconds if has_last else None,
         validation=[(record["iteration"], record["loss"]) for record in validations if record["loss"] is not None],
         training=_thinned([(record["iteration"], record["loss"]) for record in steps]),
         steps_before=steps_before,
     )
+
+
+def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """Means of equal runs of `points`, each at its last iteration, without losses that are not finite (None).
+
+    Those count for where a run of points ends: runs of one seed have the same iterations, which are compared.
+    """
+    every = max(1, -(-len(points) // MAX_POINTS))
+    groups = [points[start : start + every] for start in range(0, len(points), every)]
+    finite = [(group[-1][0], [loss for _, loss in group if loss is not None]) for group in groups]
+    return [(iteration, statistics.fmean(losses)) for iteration, losses in finite if losses]
 
 
 def compare_runs(runs: Sequence[RunResult], reference: str) -> Parity | None:
@@ -184,20 +180,17 @@ def compare_runs(runs: Sequence[RunResult], reference: str) -> Parity | None:
     if not paired:
         return None
     seeds = {
-        level: sorted(seed for seed in own.keys() & base.keys() if not (own[seed].diverged or base[seed].diverged))
+        level: [seed for seed in sorted(own.keys() & base.keys()) if not (own[seed].diverged or base[seed].diverged)]
         for level, own in paired.items()
     }
     # One set of seeds for all curves: seeds differ by more than levels do.
-    shared = sorted(set.intersection(*(set(own) for own in seeds.values() if own))) if any(seeds.values()) else []
-    chosen = {level: [paired[level][seed] for seed in shared] for level, own in seeds.items() if own and shared}
-    curves = {level: _mean_curve(own) for level, own in chosen.items()}
-    common_loss = max((curve[-1][1] for curve in curves.values() if curve), default=None)
-    times = {
-        level: None if common_loss is None else _seconds_to(curve, common_loss, chosen[level])
-        for level, curve in curves.items()
-    }
-    compared = [_compare(level, own, base, seeds[level], times.get(level)) for level, own in paired.items()]
-    return Parity(reference, common_loss, [_with_speed_up(one, times.get(reference)) for one in compared])
+    shared = set.intersection(*(set(own) for own in seeds.values() if own)) if any(seeds.values()) else set()
+    chosen = {level: [paired[level][seed] for seed in sorted(shared)] for level in paired if seeds[level] and shared}
+    curves = {level: _mean_curve([dict(run.validation) for run in own]) for level, own in chosen.items()}
+    common_loss = max((curve[-1][1] for curve in curves.values() if curve), default=math.inf)
+    times = {level: _seconds_to(curve, common_loss, chosen[level]) for level, curve in curves.items()}
+    compared = [_compare(level, own, base, seeds[level], times, reference) for level, own in paired.items()]
+    return Parity(reference, common_loss if math.isfinite(common_loss) else None, compared)
 
 
 def _compare(
@@ -205,21 +198,24 @@ def _compare(
     runs: Mapping[int, RunResult],
     base: Mapping[int, RunResult],
     seeds: list[int],
-    seconds_to_loss: float | None,
+    times: Mapping[str, float | None],
+    reference: str,
 ) -> Comparison:
-    """Args: seeds: of the pairs without divergence."""
-    own, other = [runs[seed] for seed in seeds], [base[seed] for seed in seeds]
-    finals, base_finals = _final_losses(own), _final_losses(other)
-    gaps = _gaps(finals, base_finals)
-    tail_gaps = _gaps(_tail_losses(own), _tail_losses(other))
+    """Args: seeds: of the pairs without divergence. times: `Comparison.seconds_to_loss` of each level."""
+    pairs = [(runs[seed], base[seed]) for seed in seeds]
+    finals = _losses((own.final_loss, other.final_loss) for own, other in pairs)
+    tails = _losses((own.tail_loss, other.tail_loss) for own, other in pairs)
+    gaps, tail_gaps = ([own / other - 1 for own, other in losses] for losses in (finals, tails))
     several = len(gaps) > 1
     p_value, half_width = paired_t_test(gaps) if several else (None, None)
-    every = [run for seed, run in sorted(runs.items()) if seed in base]
+    base_finals = [other for _, other in finals]
+    every = [run for seed, run in runs.items() if seed in base]
+    seconds, base_seconds = times.get(level), times.get(reference)
     return Comparison(
         level=level,
         seeds=seeds,
         diverged=sorted(seed for seed, run in runs.items() if run.diverged),
-        final_loss=statistics.fmean(finals) if finals else None,
+        final_loss=statistics.fmean(own for own, _ in finals) if finals else None,
         gap=statistics.fmean(gaps) if gaps else None,
         gaps=gaps,
         tail_gap=statistics.fmean(tail_gaps) if tail_gaps else None,
@@ -229,48 +225,31 @@ def _compare(
         tokens_per_second=statistics.median(run.tokens_per_second for run in every),
         peak_memory_gib=max(run.peak_memory_gib for run in every),
         skipped_steps=sum(run.skipped_steps for run in every),
-        seconds_to_loss=seconds_to_loss,
-        speed_up=None,
+        seconds_to_loss=seconds,
+        speed_up=None if seconds is None or base_seconds is None else base_seconds / seconds,
     )
 
 
-def _final_losses(runs: Sequence[RunResult]) -> list[float]:
-    return [run.final_loss for run in runs if run.final_loss is not None]
+def _losses(pairs: Iterable[tuple[float | None, float | None]]) -> list[tuple[float, float]]:
+    return [(own, other) for own, other in pairs if own is not None and other is not None]
 
 
-def _tail_losses(runs: Sequence[RunResult]) -> list[float]:
-    return [run.tail_loss for run in runs if run.tail_loss is not None]
-
-
-def _gaps(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
-    return [own / other - 1 for own, other in zip(losses, reference, strict=True)]
-
-
-def _with_speed_up(one: Comparison, reference_seconds: float | None) -> Comparison:
-    if reference_seconds is None or one.seconds_to_loss is None:
-        return one
-    return Comparison(**{**asdict(one), "speed_up": reference_seconds / one.seconds_to_loss})
-
-
-def _mean_curve(runs: list[RunResult]) -> list[tuple[int, float]]:
-    """Mean validation loss at the iterations that all runs have."""
-    points = [dict(run.validation) for run in runs]
-    iterations = sorted(set.intersection(*(set(own) for own in points)))
-    return [(iteration, statistics.fmean(own[iteration] for own in points)) for iteration in iterations]
+def _mean_curve(curves: Sequence[Mapping[int, float]]) -> list[tuple[int, float]]:
+    """(iteration, mean loss) at the iterations that all curves have."""
+    iterations = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    return [(iteration, statistics.fmean(curve[iteration] for curve in curves)) for iteration in iterations]
 
 
 def _seconds_to(curve: list[tuple[int, float]], loss: float, runs: list[RunResult]) -> float | None:
     """Training time at which a curve of validation losses first reaches `loss`, by linear interpolation."""
-    step_seconds = statistics.fmean(run.step_seconds for run in runs)
-    start = statistics.fmean(run.steps_before for run in runs)
-    for index, (iteration, value) in enumerate(curve):
-        if value <= loss:
-            if index == 0:
-                return (iteration - start) * step_seconds
-            before, higher = curve[index - 1]
-            share = (higher - loss) / (higher - value) if higher > value else 1.0
-            return (before + share * (iteration - before) - start) * step_seconds
-    return None
+    index = next((index for index, (_, value) in enumerate(curve) if value <= loss), None)
+    if index is None:
+        return None
+    iteration, value = curve[index]
+    before, higher = curve[max(0, index - 1)]
+    share = (higher - loss) / (higher - value) if higher > value else 1.0
+    steps = before + share * (iteration - before) - statistics.fmean(run.steps_before for run in runs)
+    return steps * statistics.fmean(run.step_seconds for run in runs)
 
 
 def paired_t_test(gaps: Sequence[float]) -> tuple[float, float]:
@@ -303,140 +282,97 @@ def _two_sided(t: float, degrees: int) -> float:
     return 1 - (2 / math.pi * (angle + inside) if is_odd else inside)
 
 
-def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float]]:
-    """Means of equal runs of `points`, each at its last iteration, without losses that are not finite (None).
+def _row(one: Comparison, base: Comparison) -> dict[str, str]:
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None or one.level == base.level else form.format(value)
 
-    Those count for where a run of points ends: runs of one seed have the same iterations, which are compared.
-    """
-    every = max(1, -(-len(points) // MAX_POINTS))
-    groups = [points[start : start + every] for start in range(0, len(points), every)]
-    finite = [(group[-1][0], [loss for _, loss in group if loss is not None]) for group in groups]
-    return [(iteration, statistics.fmean(losses)) for iteration, losses in finite if losses]
-
-
-_HEADINGS = (
-    "level",
-    "seeds",
-    "validation loss",
-    "gap",
-    "95% interval",
-    "in σ of seeds",
-    "p",
-    "gap of training loss",
-    "tokens/s/GPU",
-    "speed at the same loss",
-    "peak GiB",
-    "skipped",
-)
-
-
-def table_rows(parity: Parity) -> list[list[str]]:
-    """The headings, then one row a level."""
-    base = next(one for one in parity.levels if one.level == parity.reference)
-    return [list(_HEADINGS), *(_row(one, base) for one in parity.levels)]
+    diverged = f" (diverged: {', '.join(map(str, one.diverged))})" if one.diverged else ""
+    spread = one.seed_spread
+    in_spreads = f"σ = {spread:.3%}" if spread and one.level == base.level else ""
+    return {
+        "level": one.level,
+        "seeds": f"{len(one.seeds)}{diverged}",
+        "validation loss": "" if one.final_loss is None else f"{one.final_loss:.4f}",
+        "gap": shown(one.gap, "{:+.3%}"),
+        "95% interval": shown(one.half_width, "±{:.3%}"),
+        "in σ of seeds": in_spreads or shown(one.gap / spread if spread and one.gap is not None else None, "{:+.2f}"),
+        "p": shown(one.p_value, "{:.3f}"),
+        "gap of training loss": shown(one.tail_gap, "{:+.3%}"),
+        "tokens/s/GPU": f"{one.tokens_per_second:,.0f} ({one.tokens_per_second / base.tokens_per_second:.2f} ×)",
+        "speed at the same loss": "" if one.speed_up is None else f"{one.speed_up:.2f} ×",
+        "peak GiB": f"{one.peak_memory_gib:.2f}",
+        "skipped": str(one.skipped_steps),
+    }
 
 
 def markdown_table(parity: Parity) -> str:
     """The comparison as Markdown, with its notes."""
-    headings, *rows = table_rows(parity)
-    lines = [headings, ["---"] * len(headings), *rows]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    notes = (
-        f"Gaps are relative to {parity.reference}, in pairs of one seed. σ is the standard deviation of "
-        f"{parity.reference}'s validation losses over seeds. p is of a paired t test."
+    base = next(one for one in parity.levels if one.level == parity.reference)
+    rows = [_row(one, base) for one in parity.levels]
+    widths = {heading: max(len(heading), *(len(row[heading]) for row in rows)) for heading in rows[0]}
+    lines = [{heading: heading for heading in widths}, {heading: "-" * width for heading, width in widths.items()}]
+    table = [" | ".join(row[heading].ljust(width) for heading, width in widths.items()) for row in [*lines, *rows]]
+    return "\n".join(f"| {line} |" for line in table) + (
+        f"\n\nGaps are relative to {parity.reference}, in pairs of one seed. σ is the standard deviation of "
+        f"{parity.reference}'s validation losses over seeds. p is of a paired t test. Speed at the same loss is the "
+        f"training time of {parity.reference} to the largest final one of the levels' mean validation losses, over the "
+        "level's. A run diverged if a loss at its end is not finite; it is in no loss and no gap.\n"
     )
-    if parity.common_loss is not None:
-        notes += (
-            f" Speed at the same loss is the training time of {parity.reference} to a mean validation loss of "
-            f"{parity.common_loss:.4f}, the largest final one, over the level's."
-        )
-    if any(one.diverged for one in parity.levels):
-        notes += " A run diverged if a loss at its end is not finite; it is in no loss and no gap."
-    return f"{table}\n\n{notes}\n"
 
 
-def _row(one: Comparison, base: Comparison) -> list[str]:
-    is_base = one.level == base.level
-    spread = one.seed_spread
-    in_spreads = "" if not spread or one.gap is None else f"{one.gap / spread:+.2f}"
-    diverged = f" (diverged: {', '.join(map(str, one.diverged))})" if one.diverged else ""
-    return [
-        one.level,
-        f"{len(one.seeds)}{diverged}",
-        "" if one.final_loss is None else f"{one.final_loss:.4f}",
-        "" if is_base or one.gap is None else f"{one.gap:+.3%}",
-        "" if is_base or one.half_width is None else f"±{one.half_width:.3%}",
-        f"σ = {spread:.3%}" if is_base and spread else in_spreads,
-        "" if is_base or one.p_value is None else f"{one.p_value:.3f}",
-        "" if is_base or one.tail_gap is None else f"{one.tail_gap:+.3%}",
-        f"{one.tokens_per_second:,.0f} ({one.tokens_per_second / base.tokens_per_second:.2f} ×)",
-        "" if one.speed_up is None else f"{one.speed_up:.2f} ×",
-        f"{one.peak_memory_gib:.2f}",
-        str(one.skipped_steps),
-    ]
-
-
-def draw_parity(runs: Sequence[RunResult], parity: Parity, output: Path, *, title: str) -> None:
+def draw_parity(runs: Sequence[RunResult], parity: Parity, output: Path) -> None:
     """Draw the mean curves of each level, and below them each seed's gap of training loss to the reference.
 
     Runs that diverged are in no mean. Each has a dotted curve of its own, as far as its losses are finite.
     """
     figure = new_figure(height=7.5)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    others = [one.level for one in parity.levels if one.level != parity.reference]
-    colors = {parity.reference: REFERENCE_COLOR}
-    colors |= {level: COLORS[index % len(COLORS)] for index, level in enumerate(others)}
-    for level in (parity.reference, *others):
-        own = [run for run in runs if run.level == level and not run.diverged]
-        iterations, losses = _mean([dict(run.training) for run in own])
-        width = 3.0 if level == parity.reference else 1.2
-        top.plot(
-            iterations, losses, color=colors[level], linewidth=width, label=level if own else f"{level} (diverged)"
-        )
-        iterations, losses = _mean([dict(run.validation) for run in own])
-        top.plot(iterations, losses, "o", color=colors[level], markersize=3.5, markerfacecolor="white")
-        for run in runs:
-            if run.level == level and run.diverged:
-                top.plot(*_mean([dict(run.training)]), ":", color=colors[level], linewidth=1.2)
-    base = {run.seed: dict(run.training) for run in runs if run.level == parity.reference}
-    lost = {run.seed for run in runs if run.level == parity.reference and run.diverged}
-    bottom.axhline(0.0, color=REFERENCE_COLOR, linewidth=1.2)
-    for level in others:
-        own = [run for run in runs if run.level == level and run.seed in base]
-        gaps = [
-            {i: 100 * (loss / base[run.seed][i] - 1) for i, loss in run.training if i in base[run.seed]} for run in own
-        ]
-        for gap in gaps:
-            bottom.plot(list(gap), list(gap.values()), color=colors[level], linewidth=0.5, alpha=0.35)
-        whole = [gap for run, gap in zip(own, gaps, strict=True) if not (run.diverged or run.seed in lost)]
-        bottom.plot(*_mean(whole), color=colors[level], linewidth=1.5, label=level)
+    base = {run.seed: run for run in runs if run.level == parity.reference}
+    levels = sorted((one.level for one in parity.levels), key=lambda level: level != parity.reference)
+    for level, color in zip(levels, (REFERENCE_COLOR, *COLORS * len(levels)), strict=False):
+        every = [run for run in runs if run.level == level]
+        own = [run for run in every if not run.diverged]
+        width, label = 3.0 if level == parity.reference else 1.2, level if own else f"{level} (diverged)"
+        _line(top, [dict(run.training) for run in own], "-", color=color, linewidth=width, label=label)
+        points = {"color": color, "markersize": 3.5, "markerfacecolor": "white"}
+        _line(top, [dict(run.validation) for run in own], "o", **points)
+        gaps = [(run, _gap(run, base[run.seed])) for run in every if run.seed in base]
+        for _, gap in gaps if level != parity.reference else []:
+            _line(bottom, [gap], "-", color=color, linewidth=0.5, alpha=0.35)
+        for run in every:
+            if run.diverged:
+                _line(top, [dict(run.training)], ":", color=color, linewidth=1.2)
+        whole = [gap for run, gap in gaps if not (run.diverged or base[run.seed].diverged)]
+        _line(bottom, whole, "-", color=color, linewidth=1.5)
     # The losses of runs on their way out would hide the others.
     _frame(top, bottom, [run for run in runs if not run.diverged] or runs, base)
     top.set_ylabel("loss (nats per token)\nlines: training, points: validation")
     bottom.set_ylabel(f"training loss against {parity.reference}, %")
     bottom.set_xlabel("iteration")
     top.legend(frameon=False, loc="upper right", ncols=2)
-    figure.suptitle(title)
     save_figure(figure, output)
 
 
-def _mean(curves: Sequence[dict[int, float]]) -> tuple[list[int], list[float]]:
-    iterations = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
-    return iterations, [statistics.fmean(curve[iteration] for curve in curves) for iteration in iterations]
+def _line(axes: Axes, curves: Sequence[Mapping[int, float]], form: str, **style: Any) -> None:
+    """Draw the mean of curves."""
+    points = _mean_curve(curves)
+    axes.plot([iteration for iteration, _ in points], [loss for _, loss in points], form, **style)
 
 
-def _frame(top: Axes, bottom: Axes, runs: Sequence[RunResult], base: dict[int, dict[int, float]]) -> None:
-    """Limits without the first tenth of the runs, where losses fall fast and differ widely."""
+def _gap(run: RunResult, base: RunResult) -> dict[int, float]:
+    """By iteration, the relative gap of training loss to the run of the reference with the same seed, in %."""
+    losses = dict(base.training)
+    return {iteration: 100 * (loss / losses[iteration] - 1) for iteration, loss in run.training if iteration in losses}
+
+
+def _frame(top: Axes, bottom: Axes, runs: Sequence[RunResult], base: Mapping[int, RunResult]) -> None:
+    """Limits without the beginning of the runs, where losses fall fast and differ widely."""
     losses = [loss for run in runs for iteration, loss in run.training if iteration > run.num_steps / 20]
     if losses:
         margin = 0.06 * (max(losses) - min(losses)) or 0.1
         top.set_ylim(min(losses) - margin, max(losses) + margin)
-    late = [
-        100 * abs(loss / base[run.seed][iteration] - 1)
-        for run in runs
-        for iteration, loss in run.training
-        if run.seed in base and iteration in base[run.seed] and iteration > run.num_steps / 10
-    ]
+    gaps = [(run, _gap(run, base[run.seed])) for run in runs if run.seed in base]
+    late = [abs(gap) for run, own in gaps for iteration, gap in own.items() if iteration > run.num_steps / 10]
     reach = 1.2 * max(late, default=0.0) or 0.1
     bottom.set_ylim(-reach, reach)
     for axes in (top, bottom):

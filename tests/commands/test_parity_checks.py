@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.checkpoint.manifest import write_file, write_manifest
-from fp8_megatron.commands import parity
+from fp8_megatron.commands.levels import LEVELS
+from fp8_megatron.commands.parity_plan import check_levels
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.command_line import setting_name, split_flags
 from fp8_megatron.config.io import parse_command_line, parse_config, save_config
@@ -18,20 +19,20 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_fast_is_the_configuration_of_that_name() -> None:
-    assert parse_config(parity.LEVELS["fast"]) == parse_config(["--config", str(CONFIGS / "fast.yaml")])
+    assert parse_config(LEVELS["fast"]) == parse_config(["--config", str(CONFIGS / "fast.yaml")])
 
 
 def test_default_is_what_fp8_does_by_itself() -> None:
-    named, plain = (parse_config(flags) for flags in (parity.LEVELS["default"], ["--precision", "fp8"]))
+    named, plain = (parse_config(flags) for flags in (LEVELS["default"], ["--precision", "fp8"]))
     assert named.fp8_summary == plain.fp8_summary
 
 
 @pytest.mark.parametrize("model", ["gpt_125m", "llama_125m", "gpt_345m"])
 def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
-    levels = [level for level in parity.LEVELS if level != "te"]
+    levels = [level for level in LEVELS if not level.startswith("te")]
     training = ["--config", str(CONFIGS / f"{model}.yaml"), "--mock-data", "--train-iters", "2000"]
     plan = plan_of(tmp_path, "--levels", *levels, training=[*training, "--eval-iters", "2"])
-    assert parity.check_levels(plan).training.train_iters == 2000
+    assert check_levels(plan).training.train_iters == 2000
 
 
 @pytest.mark.parametrize(
@@ -44,20 +45,20 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
         ([], ["--bf16"], r"precision\(bf16\): the levels set everything of precision; leave it out"),
         ([], ["--eval-interval", "0"], r"eval_interval\(0\) and eval_iters\(\d+\) must be above 0"),
         ([], ["--eval-iters", "0"], r"eval_interval\(10\) and eval_iters\(0\) must be above 0"),
-        ([], ["--full-validation", "--multiple-validation-sets"], "multiple_validation_sets gives several losses"),
+        ([], ["--full-validation", "--multiple-validation-sets"], "multiple-validation-sets: it gives several losses"),
         (["--levels", "bf16", "O3-blockwise"], ["--hidden-size", "192"], "level O3-blockwise: "),
-        ([], ["--skip-train"], "skip_train: the runs of a comparison train"),
-        ([], ["--dry-run"], "dry_run: the runs of a comparison train"),
+        ([], ["--skip-train"], "--skip-train: the runs of a comparison train"),
+        ([], ["--dry-run"], "--dry-run: the runs of a comparison train"),
         (
             ["--levels", "bf16", "long", "--own-levels", "long=--precision fp8 --train-iters 40"],
             [],
-            "^level long: it takes 40 steps, and the flags after -- say 20; all levels take as many",
+            r"^level long: train_iters\(40\) is not 20: all levels train",
         ),
         ([], ["--load", "x"], "^--load x: --continue-from and --finetune-from say what runs load; leave it out"),
         (["--continue-from", "x", "--seeds", "1"], ["--finetune"], "^--finetune: --continue-from and"),
         ([], ["--pretrained-checkpoint", "x"], "^--pretrained-checkpoint x: --continue-from and"),
         ([], ["--ckpt-step", "5"], "^--ckpt-step 5: --continue-from and"),
-        ([], ["--no-load-optim"], "no_load_optim: a run goes on from its whole state"),
+        ([], ["--no-load-optim"], "--no-load-optim: a run goes on from its whole state"),
         ([], ["--seed", "7"], "^--seed 7: --seeds says the seeds; leave it out"),
         ([], ["--save=x"], "^--save x: each run saves below --output-dir; leave it out"),
         ([], ["--output_dir", "x"], "^--output_dir x: it stands before --; leave it out"),
@@ -76,14 +77,14 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
             ["--exit-on-missing-checkpoint"],
             "^--exit-on-missing-checkpoint: --continue-from and --finetune",
         ),
-        ([], ["--tensorboard-dir", "x"], r"tensorboard_dir\(x\): all runs would write there; leave it out, and give"),
+        ([], ["--tensorboard-dir", "x"], "--tensorboard-dir x: all runs would write there; --tensorboard gives"),
         (
             [],
             ["--use-checkpoint-args"],
-            "^use_checkpoint_args has no effect without --continue-from or --finetune",
+            "^--use-checkpoint-args: it has no effect without --continue-from or --finetune",
         ),
-        ([], ["--world-size", "2"], "--world-size is for --dry-run"),
-        ([], ["--rollback-on-loss-spike"], "^rollback_on_loss_spike: a run that goes back leaves out samples"),
+        ([], ["--world-size", "2"], "--world-size 2: --ranks-per-run says it"),
+        ([], ["--rollback-on-loss-spike"], "^--rollback-on-loss-spike: a run that goes back leaves out samples"),
         *(
             (
                 ["--levels", "bf16", "a", "--own-levels", f"a=--precision fp8 {flag} {value}"],
@@ -101,13 +102,13 @@ def test_every_level_runs_a_model(model: str, tmp_path: Path) -> None:
         *(
             (["--levels", "bf16", "a", "--own-levels", f"a=--precision fp8 {flags}"], [], f"^level a: {words}")
             for flags, words in (
-                ("--no-save-optim", "no_save_optim: a run goes on from its whole state"),
+                ("--no-save-optim", "--no-save-optim: a run goes on from its whole state"),
                 ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint: --continue-from and"),
-                ("--tensorboard-dir x", "tensorboard_dir"),
-                ("--skip-train", "skip_train: the runs of a comparison train; leave it out"),
-                ("--dry-run", "dry_run: the runs of a comparison train; leave it out"),
-                ("--rollback-on-loss-spike", "rollback_on_loss_spike: a run that goes back leaves out samples"),
-                ("--world-size 2", "--world-size is for --dry-run"),
+                ("--tensorboard-dir x", "--tensorboard-dir x: all runs"),
+                ("--skip-train", "--skip-train: the runs of a comparison train; leave it out"),
+                ("--dry-run", "--dry-run: the runs of a comparison train; leave it out"),
+                ("--rollback-on-loss-spike", "--rollback-on-loss-spike: a run that goes back leaves out samples"),
+                ("--world-size 2", "--world-size 2: --ranks-per-run says it"),
                 ("--iterations-to-skip 5", "iterations_to_skip"),
                 ("--vocab-size 128", r"vocab_size\(128\) is not 64: all levels train"),
                 ("--num-layrs 2", "unknown flag --num-layrs; did you mean --num-layers"),
@@ -119,15 +120,15 @@ def test_a_configuration_that_cannot_be_compared(
     words: list[str], training: list[str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        parity.check_levels(plan_of(tmp_path, *words, training=[*TRAINING, *training]))
+        check_levels(plan_of(tmp_path, *words, training=[*TRAINING, *training]))
 
 
 def test_a_flag_of_a_level_is_no_flag_of_all_runs(tmp_path: Path) -> None:
-    for flags in parity.LEVELS.values():
+    for flags in map(list, LEVELS.values()):
         for flag, value, after in split_flags(flags):
             assert flag is not None and value is None
             with pytest.raises(ConfigError, match=f"{flag} ?{' '.join(after)}: the levels set everything of precision"):
-                parity.check_levels(plan_of(tmp_path, training=[*TRAINING, flag, *after]))
+                check_levels(plan_of(tmp_path, training=[*TRAINING, flag, *after]))
 
 
 #: Each flag that a run gets, beside those of its level, with what a user may say instead.
@@ -154,8 +155,8 @@ def test_what_a_user_says_of_a_run_is_done_or_refused(start: str, of_level: bool
     if start == "own":
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
-    plan = replace(plan_of(tmp_path, *words[start]), finetune_iteration=5, steps_before={1: 5})
-    given = [*TRAINING, *plan.level_flags["O3"]]
+    plan = replace(plan_of(tmp_path, *words[start]), starts={"base": 5})
+    given = [*TRAINING, *plan.levels["O3"]]
     flags = plan.run_flags(level, folder)
     assert flags[: len(given)] == given
     names = [flag for flag, _, _ in split_flags(flags[len(given) :]) if flag is not None]
@@ -167,7 +168,7 @@ def test_what_a_user_says_of_a_run_is_done_or_refused(start: str, of_level: bool
         else:
             other, key = plan_of(tmp_path, *words[start], training=[*TRAINING, *said.split()]), level
         try:
-            parity.check_levels(other)
+            check_levels(other)
         except ConfigError as error:
             assert f"{said}: " in str(error)
         else:
@@ -183,7 +184,7 @@ def test_what_a_file_says_of_a_run_is_done(tmp_path: Path) -> None:
     file = tmp_path / "all.yaml"
     file.write_text("{keep_last: 4, tensorboard: true, progress: 'on', seed: 7, save: x, output_dir: x}")
     plan = plan_of(tmp_path / "out", training=[*TRAINING, "--config", str(file)])
-    parity.check_levels(plan)
+    check_levels(plan)
     config = parse_config(plan.run_flags(("O3", 1), tmp_path / "run"))
     assert (config.checkpoint.keep_last, config.logging.tensorboard, config.logging.progress) == (4, True, "on")
     assert config.training.seed == 1 and config.checkpoint.save == str(tmp_path / "run" / "checkpoints")
@@ -192,7 +193,7 @@ def test_what_a_file_says_of_a_run_is_done(tmp_path: Path) -> None:
 def test_extra_checkpoints_may_be_saved(tmp_path: Path) -> None:
     """They say themselves how many are kept."""
     plan = plan_of(tmp_path, training=[*TRAINING, "--non-persistent-save-interval", "5"])
-    assert parity.check_levels(plan).checkpoint.num_newest_kept == 1
+    assert check_levels(plan).checkpoint.num_newest_kept == 1
     assert "--keep-last" not in plan.run_flags(("O3", 1), tmp_path / "run")
 
 
@@ -204,7 +205,7 @@ def test_the_settings_that_are_kept_are_those_of_the_checkpoint(tmp_path: Path) 
     write_manifest(folder, [write_file(folder, "config.yaml", (tmp_path / "config.yaml").read_bytes())])
     training = ["--mock-data", *STEPS, "--use-checkpoint-args"]
     words = ["--levels", "bf16", "O3", "--seeds", "1", "--continue-from", str(tmp_path / "base")]
-    config = parity.check_levels(plan_of(tmp_path / "out", *words, training=training))
+    config = check_levels(plan_of(tmp_path / "out", *words, training=training))
     assert (config.model.num_layers, config.model.seq_length) == (1, 32)
 
 
@@ -215,7 +216,6 @@ def test_the_settings_that_are_kept_are_those_of_the_checkpoint(tmp_path: Path) 
         (["--levels", "bf16", "O3", "bf16"], "names bf16 twice"),
         (["--seeds", "1", "1"], "names 1 twice"),
         (["--time-limit", "5"], "out of range; give more than 40"),
-        (["--whole-runs"], "--whole-runs has no effect without --time-limit; give both"),
         (["--levels", "bf16", "head"], "--levels head: no such level; give --own-levels 'head=FLAGS' or one of bf16, "),
         (
             ["--levels", "bf16", "O3", "--own-levels", "head=--precision fp8"],
@@ -240,15 +240,15 @@ def test_flags_that_are_refused(
 
 def test_a_setting_that_is_not_given_is_found_before_the_first_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not given: --lr"):
-        parity.check_levels(plan_of(tmp_path, training=TRAINING[:-2]))
+        check_levels(plan_of(tmp_path, training=TRAINING[:-2]))
 
 
 def test_a_file_of_a_level_that_flags_override_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text("{precision: fp8, lr: 1e-4}")
     words = ["--levels", "bf16", "a", "--own-levels", f"a=--config {file}"]
-    said = r"^level a: lr of .*own.yaml has no effect beside --lr, which stands behind --; give the level the flag"
+    said = r"^level a: lr\(0.0001\) of its file has no effect beside the flag behind --; give the level the flag itself"
     with pytest.raises(ConfigError, match=said):
-        parity.check_levels(plan_of(tmp_path / "out", *words))
+        check_levels(plan_of(tmp_path / "out", *words))
     file.write_text("{precision: fp8, weight_decay: 0.2, mock_data: true}")  # the last one as the flags say
-    parity.check_levels(plan_of(tmp_path / "out", *words))
+    check_levels(plan_of(tmp_path / "out", *words))
