@@ -24,14 +24,12 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from ..checkpoint.run_identity import RunIdentity
 from ..checkpoint.run_lock import DEAD_AFTER_SECONDS, LOCK, POLL_SECONDS, RunLock
@@ -63,15 +61,14 @@ def run(plan: RunPlan) -> int:
     share_import_path()
     config = check_levels(plan)
     check_input_files(config)
-    devices = slots(plan.num_gpus, plan.ranks_per_run)
+    devices = slots(plan.gpus, plan.ranks_per_run)
     deadline = math.inf if plan.time_limit is None else started + plan.time_limit - SAVE_SECONDS
     with _locked(plan.output_dir):
         results = Results.read(plan, config)
         find_starts(plan, config, results.finished)
         results.write()  # the settings of runs that a kill leaves unfinished
         session = Session(results, devices, deadline)
-        with _interrupts(session):
-            session.run()
+        session.run()
         parity = results.write()
     if parity is not None:
         print(markdown_table(parity))
@@ -97,8 +94,8 @@ def _parse(words: Sequence[str], prog: str) -> RunPlan:
         parser.error("no flags of the run; put them behind --, e.g. -- --config FILE --data-path PREFIX")
     own_levels = _own_levels(parser, args.own_levels)
     flags = {**LEVELS, **own_levels}
-    for name, given in (("levels", args.levels), ("seeds", args.seeds)):
-        if repeated := [value for value in given if given.count(value) > 1]:
+    for name, values in (("levels", args.levels), ("seeds", args.seeds)):
+        if repeated := [value for value in values if values.count(value) > 1]:
             parser.error(f"--{name} names {repeated[0]} twice; give it once")
     if unknown := [level for level in args.levels if level not in flags]:
         known = ", ".join(LEVELS)
@@ -109,17 +106,9 @@ def _parse(words: Sequence[str], prog: str) -> RunPlan:
         parser.error(f"--levels {args.levels[0]}: give two or more to compare")
     if args.continue_from is not None and len(args.seeds) > 1 and SEED not in args.continue_from:
         parser.error(f"--continue-from {args.continue_from} is of one seed; put {SEED} into it, or give one of --seeds")
-    return RunPlan(
-        levels={level: list(flags[level]) for level in args.levels},
-        seeds=args.seeds,
-        common_flags=passed,
-        output_dir=args.output_dir,
-        num_gpus=args.gpus,
-        ranks_per_run=args.ranks_per_run,
-        time_limit=args.time_limit,
-        finetune_from=args.finetune_from,
-        continue_from=args.continue_from,
-    )
+    chosen = {level: list(flags[level]) for level in args.levels}
+    given = {name: value for name, value in vars(args).items() if name != "own_levels"}
+    return RunPlan(**{**given, "levels": chosen, "common_flags": passed})
 
 
 def _parser(prog: str) -> Parser:
@@ -192,21 +181,6 @@ def _take(folder: Path, name: str, *, waits: bool) -> RunLock:
             told = True
         time.sleep(POLL_SECONDS)
     return lock
-
-
-@contextmanager
-def _interrupts(session: Session) -> Iterator[None]:
-    """SIGTERM and SIGINT let the runs save and end."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        session.stop_signal = number
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class RunPlan:
         seeds: of data and weights.
         common_flags: of training, for all runs.
         output_dir: the folder of the results and of all runs.
-        num_gpus: of all runs side by side; None for all GPUs.
+        gpus: of all runs side by side; None for all GPUs.
         ranks_per_run: a GPU each, or a process on the CPU.
         time_limit: seconds of the whole command; None for no limit.
         finetune_from: the checkpoint whose weights every run starts from, with `SEED` in place of a run's seed.
@@ -77,7 +77,7 @@ class RunPlan:
     seeds: Sequence[int]
     common_flags: Sequence[str]
     output_dir: Path
-    num_gpus: int | None = None
+    gpus: int | None = None
     ranks_per_run: int = 1
     time_limit: float | None = None
     finetune_from: str | None = None

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -156,7 +157,11 @@ class Session:
     stop_signal: int | None = None
 
     def run(self) -> None:
-        """Train what is not finished, until all is or the time is up. Runs that are left then save and end."""
+        """Train what is not finished, until all is or the time is up. Runs that are left then save and end.
+
+        So they do after SIGTERM and SIGINT.
+        """
+        handlers = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         pending = [key for key in self.results.plan.keys if key not in self.results.finished]
         running: dict[str, tuple[RunKey, _Process]] = {}
         try:
@@ -172,8 +177,13 @@ class Session:
                 time.sleep(_POLL_SECONDS)
         finally:
             self._end([process for _, process in running.values()])
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             for key, process in running.values():
                 self._ended(key, process)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop_signal = number
 
     def _start(self, key: RunKey, slot: str) -> _Process:
         self.results.check_files(key[0])

@@ -68,7 +68,7 @@ class RunResult:
             TypeError, ValueError, KeyError: `values` are not those of a run.
         """
         curves = {name: [(int(i), float(loss)) for i, loss in values[name]] for name in ("validation", "training")}
-        return cls(**{**{one.name: values[one.name] for one in fields(cls)}, **curves})
+        return cls(**{**{one.name: values[one.name] for one in fields(cls) if one.name in values}, **curves})
 
 
 @dataclass(frozen=True)
