@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,13 @@ class RunResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunResult:
-        """The inverse of `dataclasses.asdict`; other values are left out.
+        """The inverse of `dataclasses.asdict`.
 
         Raises:
             TypeError, ValueError, KeyError: `values` are not those of a run.
         """
         curves = {name: [(int(i), float(loss)) for i, loss in values[name]] for name in ("validation", "training")}
-        return cls(**{**{one.name: values[one.name] for one in fields(cls) if one.name in values}, **curves})
+        return cls(**{**values, **curves})
 
 
 @dataclass(frozen=True)
@@ -337,11 +337,10 @@ def draw_parity(runs: Sequence[RunResult], parity: Parity, output: Path) -> None
         points = {"color": color, "markersize": 3.5, "markerfacecolor": "white"}
         _line(top, [dict(run.validation) for run in own], "o", **points)
         gaps = [(run, _gap(run, base[run.seed])) for run in every if run.seed in base]
-        for _, gap in gaps if level != parity.reference else []:
+        for _, gap in gaps:
             _line(bottom, [gap], "-", color=color, linewidth=0.5, alpha=0.35)
-        for run in every:
-            if run.diverged:
-                _line(top, [dict(run.training)], ":", color=color, linewidth=1.2)
+        for run in (run for run in every if run.diverged):
+            _line(top, [dict(run.training)], ":", color=color, linewidth=1.2)
         whole = [gap for run, gap in gaps if not (run.diverged or base[run.seed].diverged)]
         _line(bottom, whole, "-", color=color, linewidth=1.5)
     # The losses of runs on their way out would hide the others.
