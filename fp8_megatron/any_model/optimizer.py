@@ -337,6 +337,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._start_anew()
         self.take_written_values()  # a shard's master would overwrite them
         self._whole.load(state_dict, self.param_groups, self._see)
+        self._skipped.end_row()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -64,6 +64,11 @@ class SkippedSteps:
             if history.report is not None:
                 torch.where(moved > 0.0, head, history.report[: ops.REPORT_HEAD], out=head)
 
+    def end_row(self) -> None:
+        """The next step is the first of a row: a state was loaded."""
+        self._in_a_row.zero_()
+        self._last = None
+
     def tell(self, *, is_scaled: bool) -> None:
         """Look at the step before the one that was just counted.
 

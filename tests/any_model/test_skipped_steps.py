@@ -98,6 +98,19 @@ def test_a_warning_names_the_tensor_and_an_error_ends_it(
         train(model, optimizer, range(9, 10), math.inf)
 
 
+def test_loading_a_state_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error asks for it."""
+    monkeypatch.setattr(skipped_steps, "RAISE_AFTER", 6)
+    model, optimizer = build()
+    train(model, optimizer, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(OptimizerError, match="skipped 6 steps in a row"):
+        train(model, optimizer, range(3, 10), math.inf)
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    assert train(model, optimizer, range(3, 8)) == [0] * 5
+
+
 def test_a_good_step_ends_the_row(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = build()
     with caplog.at_level(logging.WARNING, LOGGER):
