@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,8 +28,8 @@ def make_files(folder: Path, names: Sequence[str], sums: str, write: Callable[[P
     """Have the files of a cache hold what `write` makes. For one rank; it reads all of them.
 
     Files that agree with their checksums are let alone. Otherwise all are made aside, and those that differ are
-    replaced. So a cache without checksums is compared with what it should be. Two runs that both miss a file write the
-    same.
+    replaced. So a cache without checksums is compared with what it should be, also where it is read-only and stays
+    without. Two runs that both miss a file write the same.
 
     Args:
         folder: of the cache.
@@ -45,6 +46,8 @@ def make_files(folder: Path, names: Sequence[str], sums: str, write: Callable[[P
         return
     if recorded is None and all(found.values()):
         logger.info("%s has no checksums of %s: they are made again and compared", folder, ", ".join(names))
+        if not os.access(folder, os.W_OK) and _made_elsewhere(names, write) == found:
+            return
     for name in names:
         if recorded is not None and found[name] not in ("", recorded.get(name)):
             logger.warning("making %s again: it is damaged", folder / name)
@@ -60,6 +63,13 @@ def make_files(folder: Path, names: Sequence[str], sums: str, write: Callable[[P
             os.replace(aside / name, folder / name)
         (aside / sums).write_text(json.dumps(made, indent=1), encoding="utf-8")
         os.replace(aside / sums, folder / sums)
+
+
+def _made_elsewhere(names: Sequence[str], write: Callable[[Path], object]) -> dict[str, str]:
+    """The checksums of what `write` makes, which is not kept."""
+    with tempfile.TemporaryDirectory() as made, writing_to(Path(made), "the temporary folder"):
+        write(Path(made))
+        return {name: _checksum(Path(made) / name) for name in names}
 
 
 def map_arrays(folder: Path, names: Sequence[str], what: str) -> list[np.ndarray]:

@@ -495,13 +495,21 @@ def test_cache_folder_can_be_chosen_and_must_be_writable(write_tokens, tmp_path)
         build(5, data_path=(prefix,), split="1", data_cache_path=str(tmp_path / "file" / "cache"))
 
 
-def test_a_complete_cache_may_be_read_only(write_tokens, tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_sums", [True, False], ids=["checksums", "none"])
+def test_a_complete_cache_may_be_read_only(write_tokens, tmp_path, monkeypatch, has_sums):
+    """Also one that was made before there were checksums: it is compared with what is made in the temporary folder."""
     prefix = write_tokens("corpus", counting(10, 50))
     cache = str(tmp_path / "elsewhere")
     first = build(5, data_path=(prefix,), split="1", data_cache_path=cache)
+    (sums,) = Path(cache).glob("index-*/*crc32.json")
+    if not has_sums:
+        sums.unlink()
+    make_folder = os.mkdir
 
-    def read_only(*args, **kwargs):
-        raise OSError(errno.EROFS, "Read-only file system")
+    def read_only(path, *args, **kwargs):
+        if str(path).startswith(str(tmp_path)):
+            raise OSError(errno.EROFS, "Read-only file system")
+        make_folder(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "mkdir", read_only)
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
@@ -511,6 +519,9 @@ def test_a_complete_cache_may_be_read_only(write_tokens, tmp_path, monkeypatch):
         build(50, data_path=(prefix,), split="1", data_cache_path=cache)
     with pytest.raises(UserError, match=r"cannot write dataset index caches to .*Read-only file system"):
         build(5, data_path=(prefix,), split="1", data_cache_path=str(tmp_path / "new"))
+    reversed_order(next(sums.parent.glob("*-shuffle_index.npy")))
+    with pytest.raises(UserError, match=r"--data-cache-path .*Read-only file system"):
+        build(5, data_path=(prefix,), split="1", data_cache_path=cache)
 
 
 @pytest.mark.parametrize(
