@@ -120,8 +120,10 @@ def read_tensor(file: IO[bytes]) -> Tensor:
 
 
 def _check_nesting(content: Any) -> None:
-    """Raises:
-    _Refused: containers are nested deeper than a recursive reader gets, or hold themselves.
+    """Check that a recursive reader gets to the end of all containers.
+
+    Raises:
+        _Refused: they are nested too deep, or hold themselves.
     """
     left: list[tuple[Any, int]] = [([content], 0)]
     count = 0

@@ -159,7 +159,7 @@ class AmaxHistory:
 
     @property
     def num_known(self) -> int:
-        """Slots that have a delayed scale."""
+        """How many slots have a delayed scale."""
         return sum(self._known)
 
     @property
