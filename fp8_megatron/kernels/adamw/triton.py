@@ -2,8 +2,8 @@
 
 A step reads and writes every operand once (12 bytes a parameter at level O3, without scales). One program therefore
 owns whole scale blocks of every operand and, if the new master's amax is requested, one whole chunk. On Hopper
-arithmetic limits O3: 65 instructions an element, of which 29 share the pipe of integers, minima and maxima, which takes
-one every second cycle.
+arithmetic limits O3: some 65 instructions an element, of which 29 share the pipe of integers, minima and maxima, which
+takes one every second cycle.
 """
 
 # The parameters of a Triton kernel have no Python types.
