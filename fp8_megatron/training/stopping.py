@@ -49,7 +49,7 @@ class SignalHandler:
     """Turns SIGTERM, SIGHUP and the first SIGINT into a flag. The loop reads it between steps, then saves and stops.
 
     A context manager for the main thread; its exit restores the previous handlers. A second SIGINT raises
-    KeyboardInterrupt. A signal that this process was told to ignore (nohup) stays ignored. torchrun passes a signal to
+    KeyboardInterrupt. A SIGHUP that this process was told to ignore (nohup) stays ignored. torchrun passes a signal to
     every worker and kills workers that still run 30 s later.
     """
 
@@ -63,7 +63,7 @@ class SignalHandler:
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            if signal.getsignal(number) is signal.SIG_IGN:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._handle)
         return self

@@ -297,8 +297,12 @@ def test_calls_go_on_with_what_is_missing(
     session_start = Session._start
 
     def limited(self: Session, key: tuple[str, int], slot: str):  # type: ignore[no-untyped-def]
-        self.deadline = min(self.deadline, time.monotonic() + 1.0)  # whatever the start took
-        return session_start(self, key, slot)
+        started = session_start(self, key, slot)
+        step = tmp_path / "out" / "runs" / f"{key[0]}_seed_{key[1]}" / "checkpoints" / "at"
+        while not step.exists():  # whatever the start takes
+            time.sleep(0.01)
+        self.deadline = min(self.deadline, time.monotonic() + 1.0)
+        return started
 
     with monkeypatch.context() as first_call:
         first_call.setattr(Session, "_start", limited)

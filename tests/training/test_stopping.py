@@ -16,10 +16,24 @@ def this_rank_only(flag: bool) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_sets_the_flag(number: signal.Signals) -> None:
-    with SignalHandler(this_rank_only) as handler:
-        assert not handler.received()
-        os.kill(os.getpid(), number)
-        assert handler.received()
+    before = signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
+    try:
+        with SignalHandler(this_rank_only) as handler:
+            assert not handler.received()
+            os.kill(os.getpid(), number)
+            assert handler.received()
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_interrupt_is_taken_where_a_shell_ignores_it_for_background_jobs() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with SignalHandler(this_rank_only) as handler:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert handler.received()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_of_another_rank_counts_and_agreement_is_asked_for_once() -> None:
