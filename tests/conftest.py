@@ -1,6 +1,7 @@
 """Fixtures of the whole suite."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from tests.harness.ranks import RankPool
+
+# Programs that tests start obey a terminal that closes, also where the tests themselves run under nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
