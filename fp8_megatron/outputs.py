@@ -22,6 +22,13 @@ _STREAMS = (1, 2)
 _PROBE_BYTES = 4096
 
 
+def drop_stream(number: int) -> None:
+    """Send stdout or stderr, by its descriptor, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
 def drop_closed_streams() -> bool:
     """Send stdout and stderr nowhere, each if nobody reads it any more: a pipe's reader has left (`head`), or the
     terminal has closed. Python would fail at the next line, and at its exit.
@@ -34,9 +41,7 @@ def drop_closed_streams() -> bool:
         poll.register(number, 0)
     closed = [number for number, event in poll.poll(0) if event & select.POLLERR]
     for number in closed:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, number)
-        os.close(nowhere)
+        drop_stream(number)
     return _STREAMS[0] in closed
 
 

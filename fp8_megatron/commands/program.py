@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..errors import USER_ERROR_STATUS, UserError, printable
-from ..outputs import drop_closed_streams, reason_of
+from ..outputs import drop_closed_streams, drop_stream, reason_of
 from .error_log import folder_of, write_error_log
 from .machine_errors import machine_error
 
@@ -77,7 +77,7 @@ def leave(stream: TextIO, end: str = "") -> bool:
     try:
         print(end=end, file=stream, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        drop_stream(stream.fileno())
         return False
     return True
 
