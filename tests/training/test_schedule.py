@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.num_microbatches_calculator import (
     ConstantNumMicroBatchesCalculator,
     RampupBatchsizeNumMicroBatchesCalculator,
@@ -28,7 +28,6 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.learning_rate import schedule_notes
 from fp8_megatron.data import loader as loader_module
 from fp8_megatron.data.splits import process_group
-from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.device import host_copy
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import training_run
@@ -37,7 +36,7 @@ from fp8_megatron.training.stopping import StopReason
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
-from tests.harness.token_files import write_token_files
+from tests.harness.token_files import blend_config, write_token_files
 
 Step = tuple[float, float, int]
 
@@ -280,18 +279,7 @@ def test_the_number_of_steps_follows_from_the_samples(flags: str, expected: int)
 
 def megatrons_samples(prefixes: list[str], *, num_samples: int, seq_length: int, cache: Path) -> list[list[int]]:
     """Tokens of the training samples in Megatron's order, from megatron-core's builder as Megatron calls it."""
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=seq_length,
-        blend=(prefixes[1::2], [float(weight) for weight in prefixes[::2]]),
-        split="99,1,0",
-        path_to_cache=str(cache),
-        tokenizer=NullTokenizer(64),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
+    config = blend_config(prefixes, cache, seq_length=seq_length, split="99,1,0")
     with process_group():
         train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, [num_samples, 4, 0], lambda: True, config).build()
     return [train[index]["tokens"].tolist() for index in range(num_samples)]

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.data.splits import process_group
-from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.training import evaluation
@@ -23,7 +22,7 @@ from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.stopping import StopReason
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import tiny_flags
-from tests.harness.token_files import write_token_files
+from tests.harness.token_files import blend_config, write_token_files
 
 BATCH, EVAL_ITERS, SEQ_LENGTH = 4, 2, 16
 SCRIPT = {
@@ -64,18 +63,7 @@ def blend(folder: Path) -> list[str]:
 
 def megatrons(words: list[str], cache: Path, *, num_evaluations: int) -> list[Rows]:
     """Validation samples of each evaluation in Megatron: its `get_train_valid_test_num_samples`, one iterator."""
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=SEQ_LENGTH,
-        blend=(words[1::2], [float(weight) for weight in words[::2]]),
-        split="60,40,0",
-        path_to_cache=str(cache),
-        tokenizer=NullTokenizer(64),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
+    config = blend_config(words, cache, seq_length=SEQ_LENGTH, split="60,40,0")
     each = EVAL_ITERS * BATCH
     sizes = [8 * BATCH, (8 // 3 + 1) * each, 0]
     with process_group():
