@@ -8,11 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fp8_megatron.config.io import parse_command_line
 from fp8_megatron.config.megatron_flags import Kind, Option, megatron_options
 from fp8_megatron.config.megatron_settings import OTHER_DEFAULTS
 from tests.docs.documents import ROOT
-from tests.harness.megatron_scripts import SCRIPTS
 
 PAGE = ROOT / "docs" / "from-megatron.md"
 _TABLE = re.compile(r"(<!-- options (\w+) -->\n)(.*?)(<!-- /options -->)", re.DOTALL)
@@ -80,30 +78,7 @@ def _defaults(options: Sequence[Option]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _scripts(options: Sequence[Option]) -> str:
-    """What each public script trains, as its words resolve."""
-    lines = ["| script | precision | length and schedule | batch | optimizer |", "| --- | --- | --- | --- | --- |"]
-    for script in SCRIPTS:
-        config = parse_command_line(script.words).config
-        precision, optimizer = config.precision, config.optimizer
-        recipe = f", {precision.fp8_recipe}, amax history {precision.fp8_amax_history_len}"
-        unit = "samples" if config.counts_samples else "steps"
-        schedule = config.batch_schedule(script.world_size)
-        start = "" if schedule.is_constant else f"{schedule.batch_size(0)} to "
-        cells = (
-            script.name,
-            precision.precision + (recipe if precision.precision in ("te", "fp8") else ""),
-            f"{config.train_counts:,} {unit}, {optimizer.lr_decay_style}",
-            f"{start}{schedule.largest:,} on {script.world_size} ranks",
-            f"AdamW, lr {optimizer.lr:g} to {optimizer.min_lr:g}, β₂ {optimizer.adam_beta2:g}, "
-            f"decay {optimizer.weight_decay:g}",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
 _TABLES = {
-    "scripts": _scripts,
     "defaults": _defaults,
     "counts": _counts,
     "does": _does,
