@@ -88,16 +88,3 @@ def test_every_example_is_tested_and_described() -> None:
     assert names == set(SHORT)
     described = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"`{name}.py`" in described for name in names)
-
-
-def test_the_page_shows_the_loop_of_mnist() -> None:
-    """Both columns in the file's order; the second has one line more."""
-    section = (ROOT / "docs" / "any-model.md").read_text(encoding="utf-8").split("## Examples")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (?:`([^|]*)` )?\| `([^|]*)` \|$", section, re.MULTILINE)
-    plain, fp8 = [left for left, _ in rows if left], [right for _, right in rows]
-    program = [
-        line.split("  #")[0].strip() for line in (EXAMPLES / "mnist.py").read_text(encoding="utf-8").splitlines()
-    ]
-    places = [program.index(line) for line in fp8]
-    assert places == sorted(places) and len(fp8) == len(plain) + 1
-    assert [line for line in fp8 if "initialize" not in line] == plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -79,7 +80,8 @@ def test_the_table_of_the_docs() -> None:
         for one in forms
         if one.config is not None
     ]
-    assert len(rows) == 13 and "\n".join(rows) in text
+    shown = [line for line in text.splitlines() if re.match(r"\| (nothing|mlp|full) \|", line)]
+    assert len(shown) == 6 and [row for row in rows if row in shown] == shown
     shared, _ = found("--global-batch-size 1 --context-parallel-size 4", 4, 141)
     ends = [shared[index].config for index in (0, -1)]
     assert "from {:,} to {:,} tokens".format(*(one.model.seq_length for one in ends if one is not None)) in text
