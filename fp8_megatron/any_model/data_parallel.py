@@ -26,7 +26,7 @@ from ..device.group import Group
 from ..errors import UserError
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_grad import WeightGrad
-from ..sharding.data_parallel import Exchange, build_grad_buffer
+from ..sharding.data_parallel import Exchange, build_sharded
 from ..sharding.grad_buffer import LocalGradBuffer, ShardedGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, multiply_
 from ..sharding.partition import ParamSpace, Slot
@@ -44,8 +44,6 @@ _WATCHED_STEPS = 3
 _PATIENCE = timedelta(minutes=10)
 #: How long they wait without a word.
 _SILENCE = timedelta(seconds=5)
-#: Micro-batches that are never reached: gradients leave when their bucket is full, or somebody needs them.
-_ON_DEMAND = 1 << 60
 
 
 class ReplicaError(UserError):
@@ -294,15 +292,13 @@ class ShardedGrads(RecordableGrads):
         self, space: ParamSpace, replication: Replication, storage: ModelStorage, staging: StagingPools
     ) -> None:
         super().__init__(space)
-        buffer = build_grad_buffer(space, storage, replication.exchange, staging)
-        assert isinstance(buffer, ShardedGradBuffer), space.replicas
-        buffer.reset(num_micro_batches=_ON_DEMAND)
-        self.buffer = buffer
+        formats = storage.of_grads(space.storage, space.dtype)
+        self.buffer = build_sharded(space, formats, replication.exchange, staging)
         self._replication = replication
-        self._always_holds = buffer.local is not None
+        self._always_holds = formats.adds_locally
         #: `written`, if there is any. Weights have it inside of ``no_sync`` and recorded steps, from the first on.
-        self._held: LocalGradBuffer | None = buffer.local
-        buffer.local = None  # what is held is dropped without the other ranks
+        #: It is no part of `buffer`, because what is held is dropped without the other ranks.
+        self._held: LocalGradBuffer | None = LocalGradBuffer(space, formats.local) if formats.adds_locally else None
         #: Offsets of the slots that may hold something else than zeros in the shards, or are on their way there.
         self._live: set[int] = set()
         self.num_sent: dict[int, int] = {}
@@ -395,7 +391,7 @@ class ShardedGrads(RecordableGrads):
             return
         self._wait()  # what is on its way has to arrive
         self._is_dirty = True  # where nothing more arrives the shard becomes zero
-        self.buffer.reset(num_micro_batches=_ON_DEMAND)
+        self.buffer.reset()
         self._live.clear()
 
     @staticmethod

@@ -170,7 +170,8 @@ def build_grad_buffer(
         return NoGradBuffer(space)
     formats = storage.of_grads(space.storage, space.dtype)
     if space.replicas.size > 1:
-        return _build_sharded(space, formats, exchange, staging, storage.num_micro_batches)
+        local = LocalGradBuffer(space, formats.local) if formats.adds_locally else None
+        return build_sharded(space, formats, exchange, staging, local, storage.num_micro_batches)
     if not formats.is_released:
         return LocalGradBuffer(space, formats.local)
     assert storage.num_micro_batches == 1, (
@@ -179,9 +180,15 @@ def build_grad_buffer(
     return ReleasedGradBuffer(space, formats.local)
 
 
-def _build_sharded(
-    space: ParamSpace, formats: GradFormats, exchange: Exchange, staging: StagingPools, num_micro_batches: int
+def build_sharded(
+    space: ParamSpace,
+    formats: GradFormats,
+    exchange: Exchange,
+    staging: StagingPools,
+    local: LocalGradBuffer | None = None,
+    num_micro_batches: int = 1,
 ) -> ShardedGradBuffer:
+    """The gradient buffer of a space over several replicas; see `ShardedGradBuffer`."""
     assert not formats.is_released, "gradients of several replicas are not released"
     replicas = space.replicas
     assert replicas.group is not None, "several replicas need a process group"
@@ -194,7 +201,7 @@ def _build_sharded(
         reducer,
         staging.pool(wire, replicas.grad_memory),
         dtype=formats.shard,
-        local=LocalGradBuffer(space, formats.local) if formats.adds_locally else None,
+        local=local,
         num_micro_batches=num_micro_batches,
         overlap=exchange.overlaps_reduce,
     )
