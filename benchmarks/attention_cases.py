@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8_megatron.data.document_bounds import DocumentBounds
-from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.masked_attention import dense_attention, flash_attention
 

@@ -8,7 +8,7 @@ import torch
 from kernel_timing import Case, Rotating
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, GEMM_BLOCK
+from fp8_megatron.dtypes import E4M3, GEMM_BLOCK
 from fp8_megatron.kernels import ops
 
 #: Bytes of scales for each element of one layout.

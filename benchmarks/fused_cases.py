@@ -12,7 +12,7 @@ import torch
 from kernel_timing import Case, Rotating
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.activation import reference as activation
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.provenance import device_name, write_rows
 from fp8_megatron.commands.arguments import Parser, output_file
 from fp8_megatron.commands.program import exit_status
-from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
+from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
 from fp8_megatron.kernels import ops, registration
 
 TOKENS, HIDDEN = 64, 128

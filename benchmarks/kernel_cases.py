@@ -8,7 +8,7 @@ import torch
 from kernel_timing import Case, Rotating
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
+from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
 from fp8_megatron.kernels import ops
 
 HYPER = ops.AdamHyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True)

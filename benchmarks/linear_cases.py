@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from kernel_timing import reason, seconds_per_call
 
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.linear import fp8_linear
 from fp8_megatron.nn.row_scaled import row_scaled_linear

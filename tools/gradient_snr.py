@@ -28,7 +28,7 @@ if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not inst
 
 from fp8_megatron.commands import pretrain_gpt
 from fp8_megatron.commands.program import exit_status
-from fp8_megatron.formats import E4M3, GRAD_BLOCK, MAX_FINITE
+from fp8_megatron.dtypes import E4M3, GRAD_BLOCK, MAX_FINITE
 from fp8_megatron.kernels import ops
 from fp8_megatron.outputs import check_output_file, write_output
 from fp8_megatron.quantization.operand import multiply

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..formats import StorageDtype
+from ..dtypes import StorageDtype
 from ..nn.gemms import LinearParams
 from ..nn.module import FP8Linear, compute_dtype
 from ..nn.split_linear import fp8_split_linear

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import LEVELS, StorageDtype
+from ..dtypes import LEVELS, StorageDtype
 from ..nn.conv1d import FP8Conv1D
 from ..nn.module import NO_TENSOR_PARALLELISM
 from ..quantization.amax_history import AmaxHistory

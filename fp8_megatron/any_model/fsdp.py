@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..device.group import Group
-from ..formats import LEVELS, STATE_BLOCK, StorageDtype
+from ..dtypes import LEVELS, STATE_BLOCK, StorageDtype
 from ..nn.module import FP8Linear
 from ..optimizer.written_weights import write_weight
 from ..quantization.amax_history import SquareSum

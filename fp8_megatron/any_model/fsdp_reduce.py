@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from ..collectives.reduce_scatter import ReduceScatterWork, reduce_scatter_mean
 from ..collectives.wire import WireTensor
 from ..device.group import Group
+from ..dtypes import GRAD_BLOCK, StorageDtype
 from ..errors import UserError
-from ..formats import GRAD_BLOCK, StorageDtype
 from ..quantization.weight_shards import stored_part
 
 _MEAN, _SUM = torch.distributed.ReduceOp.AVG, torch.distributed.ReduceOp.SUM

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 
 from ..device.group import Group
+from ..dtypes import LEVELS
 from ..errors import UserError
-from ..formats import LEVELS
 from ..nn.module import NO_TENSOR_PARALLELISM
 from ..quantization.recipe import Recipe, RecipeName
 from .build import build_optimizer

@@ -10,8 +10,8 @@ from typing import get_args
 import torch
 from torch.nn.utils import parametrize
 
+from ..dtypes import StorageDtype
 from ..errors import UserError
-from ..formats import StorageDtype
 from ..nn.conv1d import FP8Conv1D
 from ..nn.derived import fp8_class, multiplies_as_linear
 from ..nn.module import NO_TENSOR_PARALLELISM, FP8Linear

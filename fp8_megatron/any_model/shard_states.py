@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..device.group import Group
-from ..formats import STATE_BLOCK, StorageFormats
+from ..dtypes import STATE_BLOCK, StorageFormats
 from ..optimizer.state import StateTensor
 from ..sharding.partition import alone, storage_class
 from ..sharding.storage import ModelStorage

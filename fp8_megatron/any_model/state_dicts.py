@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import STATE_BLOCK, StorageDtype, StorageFormats
+from ..dtypes import STATE_BLOCK, StorageDtype, StorageFormats
 from ..optimizer.state import SpaceState, StateTensor
 from ..sharding.partition import Slot
 from .torch_optimizers import OptimizerError

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import StorageDtype
 from ..errors import UserError
-from ..formats import StorageDtype
 from ..quantization.recipe import Recipe
 from .notes import has_hooks, keep_notes
 from .te_activations import ACTIVATIONS

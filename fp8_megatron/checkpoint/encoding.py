@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..formats import STATE_BLOCK, StorageDtype
+from ..dtypes import STATE_BLOCK, StorageDtype
 from ..kernels import ops
 from .placement import Shape
 

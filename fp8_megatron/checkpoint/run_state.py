@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..config.schema import Config
 from ..device.memory import cpu_copy
-from ..formats import STATE_BLOCK
+from ..dtypes import STATE_BLOCK
 from ..mcore.topology import Topology
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import E4M3, GRAD_BLOCK, MAX_FINITE
+from ..dtypes import E4M3, GRAD_BLOCK, MAX_FINITE
 from ..kernels import ops
 
 #: μ halves when more than this fraction of a tensor's elements is at the format's largest value.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..device.group import Group
-from ..formats import GradReduceMode, StorageDtype
+from ..dtypes import GradReduceMode, StorageDtype
 from .autoscale import AutoScale
 from .hierarchical import NodeGroups, hierarchical_reduce_scatter_mean
 from .native_sum import check_native_sum, native_reduce_scatter_mean

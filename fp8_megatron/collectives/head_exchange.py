@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import FP8_DTYPES
+from ..dtypes import FP8_DTYPES
 
 
 def gather_sequence(parts: Sequence[Tensor], group: Group) -> list[Tensor]:

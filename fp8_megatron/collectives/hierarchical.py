@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import StorageDtype
+from ..dtypes import StorageDtype
 from .reduce_scatter import ReduceScatterWork, Work, check_buffers, reduce_scatter_mean, start_all_to_all
 from .traffic import TrafficKind
 from .transport.side_stream import side_stream

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import E4M3, GRAD_BLOCK, MAX_FINITE, StorageDtype
+from ..dtypes import E4M3, GRAD_BLOCK, MAX_FINITE, StorageDtype
 from ..kernels import ops
 from .autoscale import AutoScale
 from .reduce_scatter import ReduceScatterWork, check_buffers

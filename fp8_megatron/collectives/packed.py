@@ -11,7 +11,7 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from ..formats import GRAD_BLOCK
+from ..dtypes import GRAD_BLOCK
 from ..kernels import ops
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import GRAD_BLOCK
+from ..dtypes import GRAD_BLOCK
 from .traffic import TrafficKind, count_all_to_all
 from .transport import copy_engine
 from .wire import OwnRow, WireTensor, accumulate_rows_

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import GRAD_BLOCK, StorageDtype
+from ..dtypes import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
 
 _DTYPES = (StorageDtype.FP8, StorageDtype.BF16, StorageDtype.FP32)

@@ -247,7 +247,7 @@ def _statistics(tensor: Tensor) -> dict[str, Any]:
     """The figures of --values, over finite elements. FP8 payloads are taken without their scale."""
     import torch
 
-    from ..formats import E4M3, MAX_FINITE
+    from ..dtypes import E4M3, MAX_FINITE
 
     values = tensor.float().flatten()
     finite = values[torch.isfinite(values)]

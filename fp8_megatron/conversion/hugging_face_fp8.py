@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.files import CheckpointError
-from ..formats import E4M3
+from ..dtypes import E4M3
 from ..kernels import ops
 from .safetensors_files import TensorSpec
 

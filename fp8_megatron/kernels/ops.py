@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..device.device import UnsupportedDeviceError
-from ..formats import COMPANDED_DTYPES, E4M3, FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
+from ..dtypes import COMPANDED_DTYPES, E4M3, FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
 from . import registration
 from .activation import reference as activation
 from .adamw import reference as _adamw  # noqa: F401 (declares its operators, as the others do)

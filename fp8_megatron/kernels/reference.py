@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import COMPANDED_DTYPES, FP8_DTYPES, MAX_FINITE
+from ..dtypes import COMPANDED_DTYPES, FP8_DTYPES, MAX_FINITE
 from . import companding
 from .registration import operator
 from .shapes import fp32

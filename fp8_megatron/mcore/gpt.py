@@ -17,7 +17,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from ..config.schema import Config
-from ..formats import E4M3
+from ..dtypes import E4M3
 from ..nn.chunked_loss import TokenLoss, loss_in_chunks
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links

@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from ..formats import FP8_GEMM_MULTIPLE
+from ..dtypes import FP8_GEMM_MULTIPLE
 from ..nn.lm_head import fp8_norm_head_logits, fp8_norm_head_loss
 from ..quantization.recipe import Recipe
 from .norm import DeferredNorm

@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from ..collectives.packed import packed, packed_bytes, unpacked
-from ..formats import E4M3
+from ..dtypes import E4M3
 from .topology import Topology
 
 #: Of activations and of gradients. A block's own scale brings both into E4M3's range.

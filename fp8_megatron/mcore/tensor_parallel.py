@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import E4M3
+from ..dtypes import E4M3
 from ..nn.gemms import LinearParams
 from ..nn.linear import fp8_linear
 from ..nn.links import LinearLinks

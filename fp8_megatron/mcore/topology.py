@@ -20,7 +20,7 @@ from ..device.device import distributed_backend
 from ..device.group import Group
 from ..device.rendezvous import process_group_arguments
 from ..device.variables import check_variables, number
-from ..formats import GradReduceMode
+from ..dtypes import GradReduceMode
 from ..sharding.partition import Cut
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.transport import SendMemory, send_memory

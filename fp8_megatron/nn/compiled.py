@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..dtypes import E4M3, GEMM_BLOCK
 from ..errors import UserError
-from ..formats import E4M3, GEMM_BLOCK
 from ..quantization.operand import Quantized
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor

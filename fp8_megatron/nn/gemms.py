@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.row_exchange import RowSum
-from ..formats import FP8_DTYPES
+from ..dtypes import FP8_DTYPES
 from ..kernels import ops
 from ..kernels.ops import WrittenCast
 from ..quantization.cast_health import CastProbe

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import FP8_DTYPES
+from ..dtypes import FP8_DTYPES
 from ..kernels import ops
 from ..kernels.ops import StoredWeight
 from ..quantization.operand import Format, Quantized, multiply

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import STATE_BLOCK, StorageDtype
 from ..errors import UserError
-from ..formats import STATE_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor, notes_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..collectives.row_exchange import Rows, gather_rows
 from ..device.group import Group
-from ..formats import GEMM_BLOCK
+from ..dtypes import GEMM_BLOCK
 from ..quantization.operand import Format, Quantized
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..formats import StorageDtype
+from ..dtypes import StorageDtype
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.data_parallel import DataParallelModule
 from ..sharding.grad_buffer import GradBuffer

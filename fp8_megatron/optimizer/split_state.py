@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device.memory import cpu_copy
-from ..formats import StorageDtype, StorageFormats
+from ..dtypes import StorageDtype, StorageFormats
 from ..kernels import ops
 from ..sharding.grad_buffer import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
 from ..device.memory import cpu_copy
-from ..formats import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
+from ..dtypes import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_views import CastScale

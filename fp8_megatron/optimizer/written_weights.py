@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.scale_sync import max_over_group_
-from ..formats import E4M3, STATE_BLOCK
+from ..dtypes import E4M3, STATE_BLOCK
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.partition import CHUNK, Slot

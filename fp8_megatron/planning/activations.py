@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config.schema import Config
-from ..formats import StorageDtype
+from ..dtypes import StorageDtype
 from .memory import parameters_by_class, predict_memory
 from .storage import model_storage
 from .wire import message_buffer_bytes

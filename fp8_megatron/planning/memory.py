@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config.schema import Config, ModelConfig
-from ..formats import GRAD_BLOCK, STATE_BLOCK, StorageDtype
+from ..dtypes import GRAD_BLOCK, STATE_BLOCK, StorageDtype
 from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.partition import PLACE_BYTES, StorageClass
 from ..sharding.storage import ModelStorage

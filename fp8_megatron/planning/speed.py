@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config.schema import Config
-from ..formats import StorageDtype
+from ..dtypes import StorageDtype
 from ..reporting.flops import layer_flops, linear_params_per_layer
 from ..sharding.partition import StorageClass
 from .memory import parameters_by_class

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config.schema import PrecisionConfig
-from ..formats import StorageDtype
+from ..dtypes import StorageDtype
 from ..sharding.storage import ModelStorage
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..collectives.packed import packed_bytes
 from ..config.schema import Config
-from ..formats import GRAD_BLOCK, StorageDtype
+from ..dtypes import GRAD_BLOCK, StorageDtype
 from .memory import parameters_by_class
 from .storage import model_storage
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..device.host_copy import HostCopy
-from ..formats import CLAMPED_ABOVE, MAX_FINITE
+from ..dtypes import CLAMPED_ABOVE, MAX_FINITE
 from ..kernels import ops
 from .cast_report import Role, SlotName, causes
 

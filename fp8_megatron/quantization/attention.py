@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import E4M3, E5M2
+from ..dtypes import E4M3, E5M2
 from ..kernels import ops
 from ..kernels.ops import Rotation
 from .amax_history import AmaxHistory

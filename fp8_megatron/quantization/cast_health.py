@@ -12,7 +12,7 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from ..formats import GEMM_BLOCK, GRAD_BLOCK
+from ..dtypes import GEMM_BLOCK, GRAD_BLOCK
 from ..kernels import ops
 from . import unfused
 from .operand import Granularity, Quantized

@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..formats import DTYPE_NAMES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
+from ..dtypes import DTYPE_NAMES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
 from ..kernels import ops
 
 

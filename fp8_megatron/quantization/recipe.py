@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from ..formats import E4M3, E5M2
+from ..dtypes import E4M3, E5M2
 from ..kernels import ops
 from .amax_history import AmaxHistory
 from .cast_health import CastProbe

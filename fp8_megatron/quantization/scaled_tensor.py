@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..formats import E4M3, FP8_DTYPES
+from ..dtypes import E4M3, FP8_DTYPES
 from ..kernels import ops
 from . import scaled_functions
 from .operand import Format, Quantized, quantize, with_one_scale

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import CLAMPED_ABOVE, E4M3, FP8_GEMM_MULTIPLE
+from ..dtypes import CLAMPED_ABOVE, E4M3, FP8_GEMM_MULTIPLE
 from ..kernels import ops
 from .amax_history import AmaxHistory
 from .operand import Quantized, multiply, multiply_into_

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import FP8_DTYPES
+from ..dtypes import FP8_DTYPES
 from .weight_views import is_scaled
 
 if TYPE_CHECKING:

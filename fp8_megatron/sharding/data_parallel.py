@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..collectives.gradient_reduction import build_reducer
-from ..formats import GradReduceMode, StorageDtype
+from ..dtypes import GradReduceMode, StorageDtype
 from ..quantization.scaled_tensor import ScaledTensor
 from .grad_buffer import GradBuffer, LocalGradBuffer, NoGradBuffer, ShardedGradBuffer
 from .partition import Cut, ParamSpace, StorageClass, partition

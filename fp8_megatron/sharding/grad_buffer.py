@@ -23,7 +23,7 @@ from torch import Tensor
 from ..collectives.autoscale import AutoScale
 from ..collectives.gradient_reduction import GradReducer
 from ..collectives.wire import WireTensor
-from ..formats import GRAD_BLOCK, StorageDtype
+from ..dtypes import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.cast_health import CastProbe
 from ..quantization.weight_grad import WeightGrad, write_wide_

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..formats import GRAD_BLOCK, StorageDtype
+from ..dtypes import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.weight_grad import GradPlace, WeightGrad
 from .grad_buffer import GradBuffer, LocalGradBuffer

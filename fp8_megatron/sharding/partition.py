@@ -23,7 +23,7 @@ from enum import Enum
 
 import torch
 
-from ..formats import GRAD_BLOCK, STATE_BLOCK
+from ..dtypes import GRAD_BLOCK, STATE_BLOCK
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from .replicas import Replicas, Sharing

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..formats import GRAD_BLOCK, StorageDtype
+from ..dtypes import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
 from ..quantization.weight_grad import WeightGrad
 from .grad_buffer import GradBuffer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..collectives.reduce_scatter import ReduceScatterWork
 from ..collectives.wire import WireTensor
-from ..formats import StorageDtype
+from ..dtypes import StorageDtype
 from .transport import SendMemory
 
 #: Buckets in flight while the next one is written. Six were no faster for GPT-7B on 4 GPUs.

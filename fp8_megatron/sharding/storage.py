@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..formats import LEVELS, StorageDtype, StorageFormats
+from ..dtypes import LEVELS, StorageDtype, StorageFormats
 from .partition import StorageClass
 
 #: The most micro-batches that a rank adds in BF16 by default. Sums of 32 equal gradients, the worst case, keep 36 dB,

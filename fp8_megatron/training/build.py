@@ -14,7 +14,7 @@ import torch
 
 from ..checkpoint.run_state import Resumable
 from ..config.schema import Config, OptimizerConfig, PrecisionConfig
-from ..formats import StorageDtype
+from ..dtypes import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel
 from ..mcore.finalize import finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device.memory import cpu_copy
-from ..formats import DTYPE_NAMES
+from ..dtypes import DTYPE_NAMES
 from ..kernels import ops
 from ..mcore.cast_names import fp8_layers
 from ..quantization.cast_health import CastProbe

@@ -22,7 +22,7 @@ from ..config.schema import Config
 from ..config.words import shortened
 from ..data.tokenizer import Tokenizer
 from ..device import device as devices
-from ..formats import FP8_GEMM_MULTIPLE
+from ..dtypes import FP8_GEMM_MULTIPLE
 from ..mcore.gpt import build_model
 from ..mcore.initialization import named_parameters_of_model
 from ..mcore.runtime import runtime, seed_everything

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ..config.checks import ConfigError
 from ..config.schema import Config
 from ..data.sequence_parts import NUM_TOKENS
-from ..formats import GradReduceMode
+from ..dtypes import GradReduceMode
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import initialized
 from ..planning.vocabulary import padded_vocab_size, vocab_size

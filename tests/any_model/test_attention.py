@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8_megatron
 from fp8_megatron.any_model import plain_model, replace_linears, report
 from fp8_megatron.any_model.attention import FP8MultiheadAttention, PackedProjection
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.quantization.recipe import RecipeName
 from fp8_megatron.quantization.stats import snr_db
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
-from fp8_megatron.formats import LEVELS
+from fp8_megatron.dtypes import LEVELS
 from tests.any_model.test_fsdp_optimizer import cpu_mesh, whole_weights
 from tests.harness.ranks import RankPool, on_default_group
 

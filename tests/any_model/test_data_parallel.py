@@ -24,8 +24,8 @@ from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.device.group import Group
+from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.errors import UserError
-from fp8_megatron.formats import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankError, RankPool, on_default_group

@@ -17,8 +17,8 @@ import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.fsdp import build_sharded_optimizer
 from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
+from fp8_megatron.dtypes import E4M3, LEVELS, STATE_BLOCK, StorageDtype
 from fp8_megatron.errors import UserError
-from fp8_megatron.formats import E4M3, LEVELS, STATE_BLOCK, StorageDtype
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.harness.ranks import RankPool, on_default_group
 

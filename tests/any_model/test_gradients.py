@@ -19,8 +19,8 @@ from fp8_megatron.any_model.grad_tensor import GradTensor
 from fp8_megatron.any_model.initialize import initialize
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
+from fp8_megatron.dtypes import LEVELS, StorageDtype
 from fp8_megatron.errors import UserError
-from fp8_megatron.formats import LEVELS, StorageDtype
 from fp8_megatron.quantization.recipe import RecipeName
 from fp8_megatron.quantization.stats import snr_db
 

@@ -10,8 +10,8 @@ import torch
 
 import fp8_megatron
 from fp8_megatron.any_model.optimizer import FP8Optimizer
+from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.errors import UserError
-from fp8_megatron.formats import LEVELS
 from fp8_megatron.nn.module import FP8Linear
 
 LEVEL_NAMES = ("O1", "O2", "O3")

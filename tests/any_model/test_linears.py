@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import fp8_megatron
 from fp8_megatron.any_model import plain_model, replace_linears, report
 from fp8_megatron.any_model.linears import build_recipe
-from fp8_megatron.formats import STATE_BLOCK, StorageDtype
+from fp8_megatron.dtypes import STATE_BLOCK, StorageDtype
 from fp8_megatron.nn.conv1d import FP8Conv1D
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor

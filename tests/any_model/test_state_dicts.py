@@ -20,7 +20,7 @@ from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.linears import build_recipe, replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
-from fp8_megatron.formats import LEVELS
+from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
-from fp8_megatron.formats import LEVELS
+from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.any_model.te_stand_ins import LayerNormLinear, LayerNormMLP, Linear
 from tests.harness.ranks import RankPool, on_default_group

@@ -37,7 +37,7 @@ from fp8_megatron.checkpoint.torch_dist import (
     write_metadata,
 )
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.formats import E4M3, STATE_BLOCK, StorageDtype
+from fp8_megatron.dtypes import E4M3, STATE_BLOCK, StorageDtype
 from fp8_megatron.kernels import ops
 from fp8_megatron.optimizer.state import StateTensor
 from fp8_megatron.sharding.transport import SendMemory

@@ -25,7 +25,7 @@ from fp8_megatron.checkpoint.loading import load_checkpoint
 from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config, tiny_optimizer

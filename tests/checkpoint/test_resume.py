@@ -21,7 +21,7 @@ from fp8_megatron.checkpoint.metadata_file import read_metadata
 from fp8_megatron.checkpoint.run_state import Progress, autoscales_of, rng_states, set_rng_states
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.formats import GradReduceMode, StorageDtype
+from fp8_megatron.dtypes import GradReduceMode, StorageDtype
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.sharding.grad_buffer import ShardedGradBuffer

@@ -28,7 +28,7 @@ from fp8_megatron.checkpoint.run_lock import LOCK, RunLock
 from fp8_megatron.checkpoint.run_state import Progress, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.sharding.replicas import Replicas
 from tests.harness.limits import files_limited_to
 from tests.harness.ranks import RankPool

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.native_sum import mean_of_sum, ring_sum
 from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
-from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
+from fp8_megatron.dtypes import E4M3, GRAD_BLOCK, StorageDtype
 from fp8_megatron.quantization.stats import snr_db
 
 NUM_TENSORS = 8

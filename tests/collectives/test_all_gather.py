@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8_megatron.collectives.all_gather import all_gather_into
 from fp8_megatron.collectives.row_exchange import gather_rows
 from fp8_megatron.collectives.scale_sync import max_over_group_
-from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.dtypes import E4M3, E5M2
 from tests.harness.ranks import RankPool, on_default_group
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.collectives.autoscale import SATURATION_THRESHOLD, AutoScale
-from fp8_megatron.formats import E4M3, GRAD_BLOCK
+from fp8_megatron.dtypes import E4M3, GRAD_BLOCK
 from fp8_megatron.kernels.quantize import blockwise
 
 CPU = torch.device("cpu")

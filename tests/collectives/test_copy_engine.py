@@ -17,7 +17,7 @@ from fp8_megatron.collectives.transport.recording import Recordable
 from fp8_megatron.collectives.transport.stream_barrier import StreamBarrier
 from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.config.schema import ParallelConfig
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.sharding.transport import TransportChoice, TransportError, send_memory
 

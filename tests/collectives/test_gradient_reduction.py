@@ -13,7 +13,7 @@ from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.collectives.wire import WireTensor
-from fp8_megatron.formats import GRAD_BLOCK, GradReduceMode, StorageDtype
+from fp8_megatron.dtypes import GRAD_BLOCK, GradReduceMode, StorageDtype
 from fp8_megatron.quantization.stats import snr_db
 from tests.collectives.simulated_reductions import (
     NUM_TENSORS,

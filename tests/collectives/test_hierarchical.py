@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives.hierarchical import hierarchical_reduce_scatter_mean, new_node_groups
 from fp8_megatron.collectives.wire import WireTensor
-from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
+from fp8_megatron.dtypes import GRAD_BLOCK, StorageDtype
 from tests.collectives.simulated_reductions import GradientSource, reduce_hierarchical, worst_snr_db
 from tests.harness.ranks import RankPool, on_default_group
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.native_sum import native_reduce_scatter_mean, ring_sum
 from fp8_megatron.collectives.wire import WireTensor
-from fp8_megatron.formats import E4M3, GRAD_BLOCK, StorageDtype
+from fp8_megatron.dtypes import E4M3, GRAD_BLOCK, StorageDtype
 from tests.collectives.simulated_reductions import NUM_TENSORS, GradientSource, reduce_nccl, worst_snr_db
 from tests.harness.ranks import RankPool, on_default_group
 

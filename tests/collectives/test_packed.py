@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.collectives.packed import packed, packed_bytes, packed_rows, unpacked, unpacked_rows
-from fp8_megatron.formats import E4M3, E5M2, FP8_DTYPES
+from fp8_megatron.dtypes import E4M3, E5M2, FP8_DTYPES
 from fp8_megatron.quantization.stats import snr_db
 
 #: The last has a block that is not full.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives.reduce_scatter import reduce_scatter_mean
 from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
-from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
+from fp8_megatron.dtypes import GRAD_BLOCK, StorageDtype
 from fp8_megatron.quantization.stats import snr_db
 from tests.collectives.simulated_reductions import GradientSource, worst_snr_db
 from tests.harness.ranks import RankPool, on_default_group

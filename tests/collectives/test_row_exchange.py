@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives import row_exchange
 from fp8_megatron.collectives.row_exchange import RowExchange, Rows, gather_rows, sum_rows
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 
 from .test_copy_engine import Member
 

@@ -14,7 +14,7 @@ from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.collectives.scale_sync import max_over_group_
 from fp8_megatron.collectives.traffic import TrafficKind, count_all_gather, counted_traffic
 from fp8_megatron.collectives.wire import WireTensor
-from fp8_megatron.formats import E4M3, GRAD_BLOCK, GradReduceMode, StorageDtype
+from fp8_megatron.dtypes import E4M3, GRAD_BLOCK, GradReduceMode, StorageDtype
 from tests.harness.ranks import RankPool, on_default_group
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.collectives.wire import OwnRow, WireTensor, accumulate_rows_
-from fp8_megatron.formats import GRAD_BLOCK, StorageDtype
+from fp8_megatron.dtypes import GRAD_BLOCK, StorageDtype
 
 CPU = torch.device("cpu")
 DTYPES = [StorageDtype.FP8, StorageDtype.BF16, StorageDtype.FP32]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp8_megatron
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from tests.compat import small_training as small
 from tests.harness.ranks import RankPool, on_default_group
 

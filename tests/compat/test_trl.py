@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp8_megatron
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 
 pytestmark = pytest.mark.slow
 

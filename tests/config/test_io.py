@@ -33,7 +33,7 @@ from fp8_megatron.config.schema import (
     PrecisionConfig,
     TrainingConfig,
 )
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 
 
 def write(folder: Path, text: str) -> str:

@@ -38,7 +38,7 @@ from fp8_megatron.conversion.hugging_face_folder import Export, HuggingFaceWeigh
 from fp8_megatron.conversion.hugging_face_fp8 import FP8Layout
 from fp8_megatron.conversion.logits import logits_of_folder, logits_of_weights, random_tokens
 from fp8_megatron.conversion.torch_dist_writer import write_torch_dist
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from tests.harness.hugging_face_models import MODELS, READ_MODELS, VOCAB_SIZE, load_logits, make_model, save_model
 
 TOKENS = random_tokens(VOCAB_SIZE, batch_size=2, length=32, seed=1)

@@ -22,7 +22,7 @@ from fp8_megatron.conversion.hugging_face_config import export_rules
 from fp8_megatron.conversion.hugging_face_folder import Export, HuggingFaceWeights, write_hugging_face
 from fp8_megatron.conversion.hugging_face_fp8 import FP8Layout
 from fp8_megatron.conversion.logits import logits_of_weights, random_tokens
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.hugging_face_models import MODELS, VOCAB_SIZE, load_logits, make_model, save_model

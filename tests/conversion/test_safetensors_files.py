@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.conversion.safetensors_files import INDEX_FILE, SafetensorsFolder, SafetensorsWriter, TensorSpec
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 
 
 def test_written_files_are_safetensors(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fp8_megatron.device import cuda_graph, graph_nodes
 from fp8_megatron.device.graph_nodes import Fill
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops
 
 MEMSET, KERNEL = 2, 0

@@ -12,7 +12,7 @@ from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.clip_grads import clip_grad_norm_
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
-from fp8_megatron.formats import LEVELS
+from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.quantization.operand import Format, quantize
 from fp8_megatron.quantization.weight_grad import WeightGradSum
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-ROOMS = ("formats", "device", "kernels", "quantization", "collectives", "sharding", "optimizer", "nn", "any_model")
+ROOMS = ("dtypes", "device", "kernels", "quantization", "collectives", "sharding", "optimizer", "nn", "any_model")
 #: What a machine without its library may miss, each behind the door that looks for it first.
 OPTIONAL = {"triton", "cudnn"}
 NUM_STEPS = 30

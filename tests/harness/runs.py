@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 
 #: Flags of a model that a CPU steps in a few hundredths of a second; random tokens.
 TINY_RUN: dict[str, Any] = {

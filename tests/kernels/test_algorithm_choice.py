@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels.gemm import algorithm_choice, cublaslt
 from fp8_megatron.kernels.gemm.algorithm_choice import chosen, fastest
 

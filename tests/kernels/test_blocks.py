@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.device.device import UnsupportedDeviceError
-from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
+from fp8_megatron.dtypes import E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import ops
 from tests.kernels.cases import FILLS, FP8, INPUT_DTYPES, Case
 

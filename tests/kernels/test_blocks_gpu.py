@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops
 from tests.kernels.cases import FILLS, FP8, INPUT_DTYPES, Case
 from tests.kernels.test_blocks import FORMATS, SHAPES, operands, product_in_float64, snr_db

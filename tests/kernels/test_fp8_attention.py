@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
+from fp8_megatron.dtypes import E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import ops
 from fp8_megatron.quantization.stats import snr_db
 

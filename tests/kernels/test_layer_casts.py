@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2, StorageDtype
+from fp8_megatron.dtypes import E4M3, E5M2, StorageDtype
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import reference as quantize
 from fp8_megatron.kernels.quantize.layer import SUM_ROWS

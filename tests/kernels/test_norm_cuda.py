@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E5M2
+from fp8_megatron.dtypes import E5M2
 from fp8_megatron.kernels import extension, ops, reference
 from fp8_megatron.kernels.extension import ExtensionError, compile_source
 from fp8_megatron.kernels.norm import reference as norm

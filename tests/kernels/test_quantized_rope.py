@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import CLAMPED_ABOVE, E4M3, E5M2
+from fp8_megatron.dtypes import CLAMPED_ABOVE, E4M3, E5M2
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.ops import KnownCast, QKVCasts, Rotation
 from tests.kernels.test_rope import (

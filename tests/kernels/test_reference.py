@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
+from fp8_megatron.dtypes import E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.gemm.reference import check_scaled_mm
 from fp8_megatron.kernels.quantize import blockwise

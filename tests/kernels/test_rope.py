@@ -9,7 +9,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 
-from fp8_megatron.formats import E5M2
+from fp8_megatron.dtypes import E5M2
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.ops import QKNorm, Rotation
 from fp8_megatron.kernels.rope import reference as rope

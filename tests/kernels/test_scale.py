@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
+from fp8_megatron.dtypes import E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.reference import scale_from_amax
 

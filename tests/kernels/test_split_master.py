@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, STATE_BLOCK
+from fp8_megatron.dtypes import E4M3, STATE_BLOCK
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.adamw.split_master import adamw_split_step_, join_master, next_weight_scales, split_master
 from fp8_megatron.kernels.quantize import blockwise

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE
+from fp8_megatron.dtypes import E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import memory, ops, reference
 from fp8_megatron.kernels.adamw import reference as adamw
 from fp8_megatron.kernels.quantize import blockwise

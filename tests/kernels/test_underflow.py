@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.scales import reference as underflow
 from fp8_megatron.kernels.scales.reference import SAMPLED_FROM

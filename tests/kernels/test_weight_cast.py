@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2, MAX_FINITE, STATE_BLOCK
+from fp8_megatron.dtypes import E4M3, E5M2, MAX_FINITE, STATE_BLOCK
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.operand import Format

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
 from fp8_megatron.config.schema import ParallelConfig
-from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.cross_entropy import reference as cross_entropy
 from fp8_megatron.mcore.lm_head import FP8OutputLayer

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.device.group import Group
-from fp8_megatron.formats import LEVELS
+from fp8_megatron.dtypes import LEVELS
 from tests.harness.ranks import RankPool, on_default_group
 
 pytestmark = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fp8_megatron.formats import E4M3, GEMM_BLOCK, STATE_BLOCK
+from fp8_megatron.dtypes import E4M3, GEMM_BLOCK, STATE_BLOCK
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.nn.gemms import LinearParams

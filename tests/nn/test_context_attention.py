@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8_megatron.collectives.context_exchange import Gathering, Returning, RingStep
 from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.device.group import Group
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.context_attention import CommType, ContextParallel, context_attention
 from fp8_megatron.nn.head_exchange import heads_of_sequence, sequences_of_heads

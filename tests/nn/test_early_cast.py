@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.formats import E5M2
+from fp8_megatron.dtypes import E5M2
 from fp8_megatron.quantization.early_cast import EarlyCast
 from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.sources import CastGrad

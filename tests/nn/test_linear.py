@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fp8_megatron.dtypes import E4M3, E5M2, STATE_BLOCK
 from fp8_megatron.errors import UserError
-from fp8_megatron.formats import E4M3, E5M2, STATE_BLOCK
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.linear import fp8_linear

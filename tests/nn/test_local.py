@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_megatron
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.kernels import launch_list
 from fp8_megatron.nn import local
 from fp8_megatron.nn.gemms import LinearParams

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.nn.rows import LocalRows, OperandRows, gather_operand
 from fp8_megatron.quantization.operand import Format, Granularity, Quantized, quantize

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import OptimizerConfig, PrecisionConfig
-from fp8_megatron.formats import E4M3, StorageDtype
+from fp8_megatron.dtypes import E4M3, StorageDtype
 from fp8_megatron.kernels import reference
 from fp8_megatron.optimizer import state as state_module
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer

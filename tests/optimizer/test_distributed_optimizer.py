@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8_megatron.collectives.traffic import counted_traffic
 from fp8_megatron.config.schema import PrecisionConfig
 from fp8_megatron.device.group import Group
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.hyperparameters import AdamW
 from fp8_megatron.optimizer.state import SpaceState

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fp8_megatron.device.group import Group
-from fp8_megatron.formats import StorageDtype, StorageFormats
+from fp8_megatron.dtypes import StorageDtype, StorageFormats
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.hyperparameters import AdamW
 from fp8_megatron.sharding.data_parallel import DataParallelModule, Exchange, finish_gradients

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8_megatron.collectives.packed import packed, unpacked
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from fp8_megatron.mcore import pipeline
 from fp8_megatron.planning.wire import message_buffer_bytes, predict_stage_bytes, stage_message_bytes
 from tests.harness.ranks import RankPool

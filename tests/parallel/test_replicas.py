@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
-from fp8_megatron.formats import GradReduceMode
+from fp8_megatron.dtypes import GradReduceMode
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import GPT3_STYLE, TinyRun, random_batches, tiny_config, tiny_optimizer, train_tiny_gpt
 

@@ -15,7 +15,7 @@ from fp8_megatron.config.schema import (
     ParallelConfig,
     PrecisionConfig,
 )
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.planning.memory import predict_checkpoint_bytes, predict_memory

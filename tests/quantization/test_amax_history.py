@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2
+from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.quantization.amax_history import AmaxHistory, SquareSum
 from fp8_megatron.quantization.cast_report import Role
 from fp8_megatron.quantization.operand import Format

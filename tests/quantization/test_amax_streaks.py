@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from fp8_megatron.optimizer.loss_scale import LossScale
 from fp8_megatron.quantization.amax_history import AmaxHistory, SquareSum
 from fp8_megatron.quantization.cast_report import Role

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import MAX_FINITE
+from fp8_megatron.dtypes import MAX_FINITE
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.ops import Statistic
 from fp8_megatron.quantization import cast_health

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, STATE_BLOCK
+from fp8_megatron.dtypes import E4M3, STATE_BLOCK
 from fp8_megatron.kernels import ops
 from fp8_megatron.quantization.operand import Format
 from fp8_megatron.quantization.scaled_tensor import Home, ScaledTensor

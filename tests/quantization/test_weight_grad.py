@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK, MAX_FINITE
+from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK, MAX_FINITE
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.operand import Format, Quantized, multiply
 from fp8_megatron.quantization.recipe import WEIGHT_GRAD_HEADROOM, Recipe

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, STATE_BLOCK
+from fp8_megatron.dtypes import E4M3, STATE_BLOCK
 from fp8_megatron.kernels import ops
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.weight_shards import agree_on_scale_

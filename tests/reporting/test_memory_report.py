@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8_megatron.formats import LEVELS
+from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.reporting.memory_report import MemoryByKind, StorageBytes, bf16_bytes, memory_table
 
 NUM_LINEAR, NUM_REST = 1_000_000_000, 100_000_000

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import E4M3, GRAD_BLOCK, LEVELS, StorageDtype
+from fp8_megatron.dtypes import E4M3, GRAD_BLOCK, LEVELS, StorageDtype
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import STATE_BLOCK
+from fp8_megatron.dtypes import STATE_BLOCK
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.rounding import rounding_bits
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor

@@ -18,7 +18,7 @@ from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
 from fp8_megatron.device.group import Group
-from fp8_megatron.formats import E4M3, E5M2, GradReduceMode, StorageDtype
+from fp8_megatron.dtypes import E4M3, E5M2, GradReduceMode, StorageDtype
 from fp8_megatron.kernels import ops
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.operand import Format, Quantized

@@ -39,7 +39,7 @@ from fp8_megatron.conversion.conversion import check_trainable, open_source
 from fp8_megatron.conversion.hugging_face_folder import HuggingFaceWeights
 from fp8_megatron.conversion.logits import logits_of_weights, random_tokens
 from fp8_megatron.data.tokenizer_settings import build_tokenizer
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.gpt import build_model
 from fp8_megatron.mcore.initialization import named_parameters_of_model

@@ -10,7 +10,7 @@ import torch
 
 from fp8_megatron.commands import pretrain_gpt
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.formats import E4M3, E5M2, GRAD_BLOCK
+from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK
 from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.weight_grad import WeightGrad
 from tools import gradient_snr

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from fp8_megatron.checkpoint.torch_dist import TorchDistReader
 from fp8_megatron.commands import inspect_checkpoint
 from fp8_megatron.conversion.safetensors_files import SafetensorsWriter, TensorSpec
-from fp8_megatron.formats import E4M3
+from fp8_megatron.dtypes import E4M3
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
 from tests.harness.tiny_gpt import LLAMA_STYLE, tiny_config

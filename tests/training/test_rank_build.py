@@ -12,7 +12,7 @@ from fp8_megatron.commands.plan_build import stages_to_build
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig, PrecisionConfig, TrainingConfig
-from fp8_megatron.formats import GRAD_BLOCK, GradReduceMode
+from fp8_megatron.dtypes import GRAD_BLOCK, GradReduceMode
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.planning.activations import predict_peak, predict_validation_bytes

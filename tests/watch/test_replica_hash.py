@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.formats import StorageDtype
+from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.sharding.partition import StorageClass

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fp8_megatron import FP8Optimizer
 from fp8_megatron.any_model.data_parallel import Replication
 from fp8_megatron.any_model.replica_hooks import MeetsForState, allow_ddp
-from fp8_megatron.formats import E4M3, StorageDtype, StorageFormats
+from fp8_megatron.dtypes import E4M3, StorageDtype, StorageFormats
 from fp8_megatron.quantization.weight_shards import stored_part
 from fp8_megatron.sharding.storage import ModelStorage
 

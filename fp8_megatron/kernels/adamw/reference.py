@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...formats import COMPANDED_DTYPES
+from ...dtypes import COMPANDED_DTYPES
 from .. import companding
 from ..quantize.blockwise import load_state, store_state_
 from ..reference import encode, scale_from_amax

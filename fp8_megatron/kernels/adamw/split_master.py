@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats import E4M3, MAX_FINITE
+from ...dtypes import E4M3, MAX_FINITE
 from ..quantize.blockwise import load_state
 from ..reference import scale_from_amax
 from ..registration import operator

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import COMPANDED_DTYPES
+from ...dtypes import COMPANDED_DTYPES
 from ..companding_triton import companded_scale, decode_companded, round_companded
 from ..quantize.blockwise_triton import FP_MAX_BITS, block_scale, block_size
 from ..quantize.triton import magnitude_bits

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ...formats import MAX_FINITE
+from ...dtypes import MAX_FINITE
 from ..quantize.triton import encode, magnitude_bits, reciprocal
 from ..rounding_triton import rounding_bits, unit_of
 from ..sizes import cdiv

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...device.device import UnsupportedDeviceError
-from ...formats import E4M3, E5M2
+from ...dtypes import E4M3, E5M2
 from .reference import PROBABILITY_SCALE, AttentionGradCasts, AttentionInputs, check_attention
 
 _TYPES = {

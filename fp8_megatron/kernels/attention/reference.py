@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats import E4M3
+from ...dtypes import E4M3
 from ..reference import decode, encode
 from ..registration import operator
 from ..shapes import fp32, payload_like

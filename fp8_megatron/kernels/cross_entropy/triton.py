@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ...formats import MAX_FINITE
+from ...dtypes import MAX_FINITE
 from ..quantize.grad_output_triton import check_layouts
 from ..quantize.triton import encode, reciprocal, store_transposed
 from ..sizes import cdiv

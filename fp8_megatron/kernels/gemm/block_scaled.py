@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
+from ...dtypes import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
 from ..quantize.blocks import dequantize_blocks, has_tile_scales
 from ..registration import operator
 

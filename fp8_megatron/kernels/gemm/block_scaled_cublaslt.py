@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...device.device import UnsupportedDeviceError
-from ...formats import GEMM_BLOCK
+from ...dtypes import GEMM_BLOCK
 from ..sizes import cdiv
 from . import cublaslt
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...formats import E4M3, E5M2
+from ...dtypes import E4M3, E5M2
 from .. import launch_list
 from .algorithm_choice import fastest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
+from ...dtypes import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
 from ..reference import decode, encode
 from ..registration import operator
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ...formats import GEMM_BLOCK, MAX_FINITE
+from ...dtypes import GEMM_BLOCK, MAX_FINITE
 from ..reference import decode
 from ..registration import operator
 

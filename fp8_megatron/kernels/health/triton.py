@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import GEMM_BLOCK, MAX_FINITE
+from ...dtypes import GEMM_BLOCK, MAX_FINITE
 from ..sizes import cdiv
 from .reference import ABOVE_LARGEST, LOWEST_EXPONENT, NUM_EXPONENTS, Statistic
 

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...formats import E5M2
+from ...dtypes import E5M2
 from ..extension import ExtensionError, Kernel, compile_source
 from ..quantize import grad_output_triton
 from ..quantize.triton import no_values, sum_of_programs

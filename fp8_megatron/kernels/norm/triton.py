@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import MAX_FINITE
+from ...dtypes import MAX_FINITE
 from ..quantize.grad_output_triton import check_layouts
 from ..quantize.triton import (
     MAX_PARTIALS,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...formats import GEMM_BLOCK
+from ...dtypes import GEMM_BLOCK
 from ..reference import decode, encode, scale_from_amax
 from ..registration import operator
 from ..shapes import fp32, payload_like

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import GEMM_BLOCK, MAX_FINITE
+from ...dtypes import GEMM_BLOCK, MAX_FINITE
 from ..launch import Launcher
 from ..sizes import cdiv
 from .blocks import block_scales_shape, tile_scales_shape

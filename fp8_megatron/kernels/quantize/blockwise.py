@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats import COMPANDED_DTYPES
+from ...dtypes import COMPANDED_DTYPES
 from ..reference import decode, encode, scale_from_amax
 from ..registration import operator
 from ..shapes import fp32

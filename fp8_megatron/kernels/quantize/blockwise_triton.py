@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import E4M3, E5M2, MAX_FINITE
+from ...dtypes import E4M3, E5M2, MAX_FINITE
 from ..companding_triton import companded_scale, decode_companded, encode_companded
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
 from ..sizes import cdiv

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import MAX_FINITE
+from ...dtypes import MAX_FINITE
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
 from ..memory import empty
 from ..sizes import cdiv

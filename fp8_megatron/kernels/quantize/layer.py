@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats import E4M3
+from ...dtypes import E4M3
 from ..reference import amax, scale_from_amax
 from ..registration import operator
 from ..shapes import fp32, layouts, payload_like, taken_scale

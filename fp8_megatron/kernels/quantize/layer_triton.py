@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import E4M3, MAX_FINITE
+from ...dtypes import E4M3, MAX_FINITE
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
 from ..memory import empty, empty_vector
 from ..sizes import cdiv

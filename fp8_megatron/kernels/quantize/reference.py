@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ...formats import CLAMPED_ABOVE
+from ...dtypes import CLAMPED_ABOVE
 from ..reference import amax, encode, scale_from_amax
 from ..registration import operator
 from ..shapes import fp32, layouts, payload_like, taken_scale
@@ -23,7 +23,7 @@ def record_(record: Tensor, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Non
 
     Args:
         record: FP32 [1], raised to the amax of `x`. Or FP32 [3]: then the number of elements that the cast clamps
-            (`formats.CLAMPED_ABOVE`) and the number of all elements are added to the others.
+            (`dtypes.CLAMPED_ABOVE`) and the number of all elements are added to the others.
     """
     largest = amax(x)
     torch.maximum(record[:1], largest, out=record[:1])

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import CLAMPED_ABOVE, E4M3, E5M2, MAX_FINITE
+from ...dtypes import CLAMPED_ABOVE, E4M3, E5M2, MAX_FINITE
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
 from ..memory import empty, empty_vector
 from ..sizes import cdiv

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...formats import E4M3
+from ...dtypes import E4M3
 from ..quantize.reference import record_
 from ..reference import encode
 from ..registration import operator

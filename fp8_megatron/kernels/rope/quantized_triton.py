@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import E4M3, MAX_FINITE
+from ...dtypes import E4M3, MAX_FINITE
 from ..quantize.triton import (
     add_cast,
     add_clamped,

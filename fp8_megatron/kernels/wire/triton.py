@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats import GRAD_BLOCK
+from ...dtypes import GRAD_BLOCK
 from ..quantize.blockwise_triton import block_size
 from ..sizes import cdiv
 

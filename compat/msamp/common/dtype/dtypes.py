@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8_megatron.formats import E4M3, E5M2, StorageDtype
+from fp8_megatron.dtypes import E4M3, E5M2, StorageDtype
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8_megatron.formats import MAX_FINITE
+from fp8_megatron.dtypes import MAX_FINITE
 
 from .dtypes import FP8_BITS, Dtypes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8_megatron.formats import FP8_GEMM_MULTIPLE
+from fp8_megatron.dtypes import FP8_GEMM_MULTIPLE
 from fp8_megatron.kernels import ops
 
 from ...common.dtype import Dtypes, QType

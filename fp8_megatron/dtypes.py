@@ -1,4 +1,4 @@
-"""Number formats: the dtypes this project stores and computes in, and their limits.
+"""The dtypes this project stores and computes in, and their limits.
 
 The sign convention everywhere is that a **scale dequantises**: ``x ≈ payload · scale``
 (FP8-LM, arXiv 2310.18313, writes the reciprocal; ``torch._scaled_mm`` takes this one).
