@@ -130,17 +130,17 @@ def replace_output(path: Path, content: bytes) -> None:
     """As `write_output`, with the system's own error."""
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(target, content, aside=target.with_name(f"{target.name}.{os.getpid()}.partial"))
+    replace_file(target, content, temporary=target.with_name(f"{target.name}.{os.getpid()}.partial"))
 
 
-def replace_file(path: Path, content: bytes, *, aside: Path) -> None:
-    """Write a file at `aside` and rename it to `path` when it is on the disk. `aside` is removed on failure."""
+def replace_file(path: Path, content: bytes, *, temporary: Path) -> None:
+    """Write a file at `temporary` and rename it to `path` when it is on the disk. `temporary` is removed on failure."""
     try:
-        aside.write_bytes(content)
-        sync(aside)
-        os.replace(aside, path)
+        temporary.write_bytes(content)
+        sync(temporary)
+        os.replace(temporary, path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 

@@ -31,7 +31,7 @@ from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report,
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config
-from fp8_megatron.data.sequence_parts import NUM_TOKENS
+from fp8_megatron.data.document_bounds import NUM_TOKENS
 from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.rope import tell_yarn
 from fp8_megatron.mcore.runtime import runtime, seed_everything

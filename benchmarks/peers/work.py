@@ -29,8 +29,8 @@ from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.config.learning_rate import LearningRateSchedule
 from fp8_megatron.config.schema import Config
 from fp8_megatron.data.datasets import build_datasets
+from fp8_megatron.data.document_bounds import SequencePart
 from fp8_megatron.data.loader import build_loader
-from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.data.tokenizer import padded_vocab_size
 from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from fp8_megatron.mcore.initialization import initial_values

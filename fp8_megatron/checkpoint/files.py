@@ -339,7 +339,7 @@ def _due(folder: Path) -> list[int]:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a text file atomically."""
-    replace_file(path, text.encode(), aside=path.with_name(path.name + ".tmp"))
+    replace_file(path, text.encode(), temporary=path.with_name(path.name + ".tmp"))
 
 
 def _clear(path: Path) -> None:

@@ -1,6 +1,6 @@
 """What ranks that share a sequence send each other in causal attention: keys and values, and their gradients back.
 
-Rank r of n has chunks r and 2n - 1 - r of the sequence's 2n (`data.sequence_parts`). A token attends to earlier ones,
+Rank r of n has chunks r and 2n - 1 - r of the sequence's 2n (`data.document_bounds`). A token attends to earlier ones,
 so rank r needs of a rank below it the first chunk, and of a rank above it both. `Gathering` fetches exactly these
 from all ranks at once; `RingStep` passes whole parts round a ring.
 

@@ -1,6 +1,6 @@
 """Between a part of each sequence with all heads and whole sequences with a part of the heads (arXiv 2309.14509).
 
-Rank r of n has chunks r and 2n - 1 - r of the sequence's 2n (`data.sequence_parts`). After the exchange it has the
+Rank r of n has chunks r and 2n - 1 - r of the sequence's 2n (`data.document_bounds`). After the exchange it has the
 r-th of n runs of heads, in the order of the sequence. One all-to-all carries several tensors. FP8 values travel as they
 are; the ranks then share their scale.
 """

@@ -30,10 +30,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..data.documents import RawBatch, check_inputs, is_plain_text, parse_batch, read_batches
-from ..data.forks import freeing_nothing_of_the_parent
-from ..data.pools import process_pool, results_in_order
-from ..data.sentences import SentenceSplitter
+from ..data.documents import RawBatch, SentenceSplitter, check_inputs, is_plain_text, parse_batch, read_batches
+from ..data.pools import freeing_nothing_of_the_parent, process_pool, results_in_order
 from ..data.token_writer import PartitionedWriter, TokenizedDocuments
 from ..data.tokenizer import Tokenizer
 from ..data.tokenizer_settings import TokenizerOptions, build_tokenizer

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..outputs import writing_to
-from .aside import built_aside
+from .temporary_files import temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +27,9 @@ _READ_BYTES = 1 << 22
 def make_files(folder: Path, names: Sequence[str], sums: str, write: Callable[[Path], object]) -> None:
     """Have the files of a cache hold what `write` makes. For one rank; it reads all of them.
 
-    Files that agree with their checksums are let alone. Otherwise all are made aside, and those that differ are
-    replaced. So a cache without checksums is compared with what it should be, also where it is read-only and stays
-    without. Two runs that both miss a file write the same.
+    Files that agree with their checksums stay. Otherwise all are made in a temporary folder, and those that differ are
+    replaced. So a cache without checksums is compared with what it should be. This holds also where the cache is
+    read-only and stays without. Two runs that both miss a file write the same.
 
     Args:
         folder: of the cache.
@@ -51,18 +51,18 @@ def make_files(folder: Path, names: Sequence[str], sums: str, write: Callable[[P
     for name in names:
         if recorded is not None and found[name] not in ("", recorded.get(name)):
             logger.warning("making %s again: it is damaged", folder / name)
-    with writing_to(folder, "--data-cache-path"), built_aside(folder) as aside:
-        write(aside)
-        made = {name: _checksum(aside / name) for name in names}
+    with writing_to(folder, "--data-cache-path"), temporary_folder(folder) as temporary:
+        write(temporary)
+        made = {name: _checksum(temporary / name) for name in names}
         for name in names:
             now = _checksum(folder / name)
             if now == made[name]:
                 continue  # other hosts may have mapped it
             if now and recorded is None:
                 logger.warning("making %s again: it is damaged", folder / name)
-            os.replace(aside / name, folder / name)
-        (aside / sums).write_text(json.dumps(made, indent=1), encoding="utf-8")
-        os.replace(aside / sums, folder / sums)
+            os.replace(temporary / name, folder / name)
+        (temporary / sums).write_text(json.dumps(made, indent=1), encoding="utf-8")
+        os.replace(temporary / sums, folder / sums)
 
 
 def _made_elsewhere(names: Sequence[str], write: Callable[[Path], object]) -> dict[str, str]:

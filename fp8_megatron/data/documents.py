@@ -1,6 +1,7 @@
-"""Documents in text files (JSON lines or plain text, compressed or not), read in batches of raw bytes.
+"""Documents in text files (JSON lines or plain text, compressed or not), and their sentences.
 
-Reading and parsing are separate: one process decompresses (`read_batches`), and many parse (`parse_batch`).
+Reading and parsing are separate: one process decompresses raw bytes (`read_batches`), and many parse
+them (`parse_batch`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
 
@@ -272,3 +274,45 @@ def _zstandard_chunks(raw: BinaryIO, decompressor: Any) -> Iterator[bytes]:
             frame = None
     if frame is not None:
         raise EOFError("the last frame has no end")
+
+
+#: Characters that are cut at once, as in Megatron's tool: a sentence ends there at the latest.
+_MOST_CHARACTERS = 1_000_000
+
+
+class SentenceSplitter:
+    """Cuts texts of one language with NLTK's Punkt (Kiss and Strunk, 2006, doi 10.1162/coli.2006.32.4.485).
+
+    Args:
+        language: of Punkt's models, such as english.
+        keep_newlines: each sentence keeps the white space behind it. Otherwise the white space between is left out.
+
+    Raises:
+        UserError: NLTK or its model of the language is not installed.
+    """
+
+    def __init__(self, language: str, *, keep_newlines: bool):
+        try:
+            from nltk.tokenize.punkt import PunktTokenizer
+        except ImportError as error:
+            raise UserError("--split-sentences needs NLTK: pip install nltk") from error
+        try:
+            self._punkt: Any = PunktTokenizer(language)
+        except (LookupError, ValueError) as error:
+            raise UserError(
+                f"--split-sentences: NLTK has no model of --lang {language} here: python -m nltk.downloader punkt_tab "
+                f"where there is a network, and NLTK_DATA for another folder"
+            ) from error
+        self._keeps_newlines = keep_newlines
+
+    def split(self, text: str) -> list[str]:
+        """The sentences of a text, in order."""
+        parts = (text[start : start + _MOST_CHARACTERS] for start in range(0, len(text), _MOST_CHARACTERS))
+        return [sentence for part in parts for sentence in self._sentences(part)]
+
+    def _sentences(self, text: str) -> list[str]:
+        spans = list(self._punkt.span_tokenize(text))
+        if self._keeps_newlines and spans:
+            starts = [start for start, _ in spans]
+            spans = list(pairwise([*starts, len(text.rstrip())]))
+        return [text[start:end] for start, end in spans]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ..config.schema import DataConfig
 from ..errors import UserError
 from .byte_pair_tokenizers import GPT2BPETokenizer
-from .sft_formats import template_text
+from .sft_conversations import template_text
 from .tokenizer import SentencePieceTokenizer, Tokenizer
 from .tokenizer_settings import TokenizerOptions, build_tokenizer, tokenizer_problems
 from .transformers_tokenizer import HuggingFaceTokenizer, check_json_files

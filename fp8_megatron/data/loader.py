@@ -17,10 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import UserError
-from .document_bounds import CU_SEQLENS, Bounds
-from .forks import freeing_nothing_of_the_parent
-from .limits import alarm
-from .sequence_parts import NUM_TOKENS, SequencePart
+from .document_bounds import CU_SEQLENS, NUM_TOKENS, Bounds, SequencePart
+from .pools import freeing_nothing_of_the_parent
+from .time_limits import alarm
 
 #: Keys of a sample (each tensor [seq]) and a batch (each [micro_batch, seq]). loss_mask is float32, the others int64.
 #: A batch with documents also has `CU_SEQLENS`, one of parts of sequences `NUM_TOKENS`.

@@ -1,7 +1,8 @@
-"""Batches that go through a pool of processes, which end with this one. Imports no torch."""
+"""Pools of worker processes that end with this one, and what may be freed in a forked one. Imports no torch."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,8 +10,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Literal, TypeVar
+
+
+@contextmanager
+def freeing_nothing_of_the_parent() -> Iterator[None]:
+    """Processes that are forked inside never collect what this process had made before.
+
+    A process group in a cycle, freed in a forked process, waits for threads that are not there.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
 
 _Batch = TypeVar("_Batch")
 _Result = TypeVar("_Result")

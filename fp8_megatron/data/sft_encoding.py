@@ -14,11 +14,10 @@ import numpy as np
 
 from ..errors import UserError
 from .documents import RawBatch, documents_of, read_batches
-from .limits import seconds_for, watched
 from .pools import process_pool, results_in_order
-from .sft_conversations import conversations_of
-from .sft_formats import template_text
+from .sft_conversations import conversations_of, template_text
 from .sft_template import ChatTemplate
+from .time_limits import seconds_for, watched
 from .transformers_tokenizer import HuggingFaceTokenizer
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from . import limits
-from .limits import alarm
+from . import time_limits
 from .sft_conversations import ANSWERING, Conversation, Message
+from .time_limits import alarm
 from .transformers_tokenizer import HuggingFaceTokenizer
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -199,12 +199,12 @@ class ChatTemplate:
     def _naming(self, conversation: Conversation) -> Iterator[None]:
         """Turn what a template raises into an error that names the conversation. A template may do anything wrong."""
         try:
-            with alarm(limits.SECONDS, _never_ends):
+            with alarm(time_limits.SECONDS, _never_ends):
                 yield
         except TimeoutError as error:
             raise UserError(
                 f"{conversation.place}: the chat template of {self._file} has not written it within "
-                f"{limits.SECONDS:.0f} s, and was at its line {_line_of_template(error)}; give one that ends: "
+                f"{time_limits.SECONDS:.0f} s, and was at its line {_line_of_template(error)}; give one that ends: "
                 f"--sft-chat-template FILE"
             ) from error
         except Exception as error:

@@ -11,8 +11,7 @@ from pathlib import Path
 from ..config.schema import Config, DataConfig
 from ..config.words import decimal
 from ..errors import UserError
-from .sft_conversations import check_conversation_file
-from .sft_formats import template_text
+from .sft_conversations import check_conversation_file, template_text
 from .tokenizer_settings import TokenizerOptions, tokenizer_problems
 
 #: What to do with a damaged file, for errors.

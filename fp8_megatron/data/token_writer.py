@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..outputs import writing_to
-from .aside import clear_files_aside, file_aside
+from .temporary_files import clear_leftover_files, temporary_path
 
 _COPY_BYTES = 1 << 26
 
@@ -51,11 +51,11 @@ class DatasetWriter:
         self.num_tokens = 0
         self.num_documents = 0
         paths = {kind: Path(f"{prefix}.{kind}") for kind in ("bin", "idx")}
-        self._temporary = {kind: file_aside(path) for kind, path in paths.items()}
+        self._temporary = {kind: temporary_path(path) for kind, path in paths.items()}
         self._builder = IndexedDatasetBuilder(str(self._temporary["bin"]), dtype=dtype)
         self._temporary["idx"].touch()
         for path in paths.values():
-            clear_files_aside(path)
+            clear_leftover_files(path)
 
     def __enter__(self) -> DatasetWriter:
         return self

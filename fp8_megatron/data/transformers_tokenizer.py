@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ..errors import UserError
-from .limits import seconds_for, watched
+from .time_limits import seconds_for, watched
 from .tokenizer import Tokenizer, check_tokenizer_path
 
 _CONNECT_SECONDS = 10.0

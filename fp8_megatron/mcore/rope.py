@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..config.model import ModelConfig
-from ..data.sequence_parts import SequencePart
+from ..data.document_bounds import SequencePart
 from ..nn.rope import Yarn, cos_sin_table, rope_frequencies
 
 

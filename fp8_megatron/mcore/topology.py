@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ..collectives.hierarchical import NodeGroups, new_node_groups
 from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import ParallelConfig
-from ..data.sequence_parts import SequencePart
+from ..data.document_bounds import SequencePart
 from ..device.device import distributed_backend
 from ..device.group import Group
 from ..device.rendezvous import process_group_arguments

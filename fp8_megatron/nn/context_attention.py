@@ -1,6 +1,6 @@
 """Causal attention over sequences that several ranks share (context parallelism).
 
-Rank r of n has chunks r and 2n - 1 - r of c tokens each (`data.sequence_parts`). Its queries attend in blocks:
+Rank r of n has chunks r and 2n - 1 - r of c tokens each (`data.document_bounds`). Its queries attend in blocks:
 
 - to its own tokens: causal, 2c × 2c, because the second chunk comes after the first;
 - to the first chunk of each rank below it: all 2c queries, without a mask;

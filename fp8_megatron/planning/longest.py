@@ -11,7 +11,7 @@ from .layouts import RECOMPUTATIONS, ROOM, Cluster, largest_peak
 
 #: Positions of each sequence whose logits, or whose MLPs' tensors, exist at a time, in the forms that cut them.
 CHUNK = 8192
-#: Of each of the two chunks that a rank has of a sequence (`data.sequence_parts`), over its tensor-parallel ranks.
+#: Of each of the two chunks that a rank has of a sequence (`data.document_bounds`), over its tensor-parallel ranks.
 _STEP = 1024
 #: The longest that is tried.
 _MOST = 2**24

@@ -85,7 +85,7 @@ class MetricsFile:
         self._file.close()
 
     def _replace(self, content: bytes) -> None:
-        replace_file(self.path, content, aside=self.path.with_suffix(".jsonl.tmp"))
+        replace_file(self.path, content, temporary=self.path.with_suffix(".jsonl.tmp"))
         self._file.release()
 
     def _cut(self) -> None:

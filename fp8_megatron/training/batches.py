@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.document_bounds import CU_SEQLENS
-from ..data.sequence_parts import NUM_TOKENS
+from ..data.document_bounds import CU_SEQLENS, NUM_TOKENS
 
 Batch = dict[str, Tensor]
 

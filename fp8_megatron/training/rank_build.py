@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..config.checks import ConfigError
 from ..config.schema import Config
-from ..data.sequence_parts import NUM_TOKENS
+from ..data.document_bounds import NUM_TOKENS
 from ..dtypes import GradReduceMode
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import initialized

@@ -10,9 +10,8 @@ import torch
 
 from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data.datasets import build_datasets
-from fp8_megatron.data.document_bounds import CU_SEQLENS, DocumentBounds, most_documents
+from fp8_megatron.data.document_bounds import CU_SEQLENS, DocumentBounds, SequencePart, most_documents
 from fp8_megatron.data.loader import build_loader
-from fp8_megatron.data.sequence_parts import SequencePart
 from fp8_megatron.data.tokenizer import NullTokenizer
 from fp8_megatron.errors import UserError
 from tests.harness.token_files import write_token_files

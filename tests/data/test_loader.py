@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from fp8_megatron.data.document_bounds import NUM_TOKENS, SequencePart
 from fp8_megatron.data.loader import SAMPLE_KEYS, build_loader
-from fp8_megatron.data.sequence_parts import NUM_TOKENS, SequencePart
 from fp8_megatron.errors import UserError
 from tests.harness.forked import OfThisProcess
 

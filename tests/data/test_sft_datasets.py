@@ -19,10 +19,14 @@ from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data import sft_encoding, sft_files
 from fp8_megatron.data.document_bounds import CU_SEQLENS, PositionBounds
 from fp8_megatron.data.loader import build_loader
-from fp8_megatron.data.sft_datasets import build_sft_datasets, build_sft_validation_sets, most_conversations
+from fp8_megatron.data.sft_datasets import (
+    build_sft_datasets,
+    build_sft_validation_sets,
+    most_conversations,
+    pack_best_fit,
+)
 from fp8_megatron.data.sft_encoding import Encoding
 from fp8_megatron.data.sft_files import open_conversations
-from fp8_megatron.data.sft_packing import pack_best_fit
 from fp8_megatron.data.transformers_tokenizer import HuggingFaceTokenizer
 from fp8_megatron.errors import UserError
 from tests.harness.chat_tokenizer import CHATML, save_chat_tokenizer, talk, write_lines

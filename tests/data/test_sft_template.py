@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8_megatron.data.sft_conversations import check_conversation_file, conversations_of
-from fp8_megatron.data.sft_formats import FORMATS, template_text
+from fp8_megatron.data.sft_conversations import FORMATS, check_conversation_file, conversations_of, template_text
 from fp8_megatron.data.sft_template import ChatTemplate
 from fp8_megatron.data.transformers_tokenizer import HuggingFaceTokenizer
 from fp8_megatron.errors import UserError

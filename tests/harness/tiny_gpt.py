@@ -23,8 +23,7 @@ from fp8_megatron.config.schema import (
     PrecisionConfig,
     TrainingConfig,
 )
-from fp8_megatron.data.document_bounds import DocumentBounds
-from fp8_megatron.data.sequence_parts import SequencePart
+from fp8_megatron.data.document_bounds import DocumentBounds, SequencePart
 from fp8_megatron.mcore.data_parallel import FP8DataParallel
 from fp8_megatron.mcore.gpt import ModelChunk
 from fp8_megatron.mcore.pipeline import schedule_arguments

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fp8_megatron.data.sequence_parts import SequencePart
+from fp8_megatron.data.document_bounds import SequencePart
 from fp8_megatron.device.group import Group
 from fp8_megatron.kernels.ops import BlockKernel
 from fp8_megatron.nn.context_attention import CommType, ContextParallel, context_attention

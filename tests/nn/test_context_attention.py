@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.collectives.context_exchange import Gathering, Returning, RingStep
-from fp8_megatron.data.sequence_parts import SequencePart
+from fp8_megatron.data.document_bounds import SequencePart
 from fp8_megatron.device.group import Group
 from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops

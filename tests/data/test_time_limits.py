@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.data import limits
+from fp8_megatron.data import time_limits
 from fp8_megatron.data.sft_conversations import conversations_of
 from fp8_megatron.data.sft_template import ChatTemplate
 from fp8_megatron.data.transformers_tokenizer import HuggingFaceTokenizer
@@ -25,10 +25,10 @@ pytest.importorskip("transformers")
 _HOSTILE = """
 import sys
 from pathlib import Path
-from fp8_megatron.data import limits, transformers_tokenizer
+from fp8_megatron.data import time_limits, transformers_tokenizer
 from fp8_megatron.data.sft_encoding import Encoding, encode_all
 transformers_tokenizer._LOADING_SECONDS = 2.0 if sys.argv[3] == "load" else 300.0
-limits.SECONDS = 1.0
+time_limits.SECONDS = 1.0
 if sys.argv[3] == "conversation":
     print(list(encode_all(sys.argv[2], Encoding(sys.argv[1]))))
 tokenizer = transformers_tokenizer.HuggingFaceTokenizer(sys.argv[1])
@@ -68,7 +68,7 @@ def test_a_tokenizer_that_never_ends_is_named_and_its_process_ends(tmp_path: Pat
 
 def test_a_watched_process_that_is_done_leaves_no_other_behind() -> None:
     started = time.monotonic()
-    with limits.watched() as give:
+    with time_limits.watched() as give:
         give(0.1, "the first")
         give(60.0, "the\nlast")
         time.sleep(0.3)
@@ -84,7 +84,7 @@ def test_a_watched_process_that_is_done_leaves_no_other_behind() -> None:
 def test_a_template_that_never_ends_is_an_error_with_its_line_and_the_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loops: str, marks: bool
 ) -> None:
-    monkeypatch.setattr(limits, "SECONDS", 0.5)
+    monkeypatch.setattr(time_limits, "SECONDS", 0.5)
     tokenizer = HuggingFaceTokenizer(save_chat_tokenizer(tmp_path))
     answer = "{% generation %}{{ messages[1].content }}{% endgeneration %}" if marks else CHATML
     (conversation,) = conversations_of(json.dumps(talk("a", "b")).encode(), "x.jsonl:7")
@@ -111,7 +111,7 @@ def test_an_alarm_rings_again_and_gives_back_the_one_before_it() -> None:
     try:
         signal.signal(signal.SIGALRM, earlier)
         signal.setitimer(signal.ITIMER_REAL, 0.4)
-        with pytest.raises(TimeoutError, match="three"), limits.alarm(0.05, ring):
+        with pytest.raises(TimeoutError, match="three"), time_limits.alarm(0.05, ring):
             time.sleep(30)
         assert len(rings) == 3
         deadline = time.monotonic() + 10

@@ -1,4 +1,4 @@
-"""What is built beside its place: folders of a cache, and files. What a kill left of earlier ones is removed."""
+"""Files and folders that are written under a temporary name. Those that a killed process left are removed."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _STALE_SECONDS = 24 * 3600.0
 
 
 @contextmanager
-def built_aside(folder: Path) -> Iterator[Path]:
+def temporary_folder(folder: Path) -> Iterator[Path]:
     """A new folder under `folder`, which is removed in the end. Leftovers of builders that were killed go before.
 
     Its name says which process builds in it, so that the folder of a live one is left alone. A builder on another
     machine, or in another container, counts as dead when nothing has changed in its folder for a day.
     """
     with tempfile.TemporaryDirectory(prefix=_prefix(), dir=folder) as made:
-        aside = Path(made)
+        temporary = Path(made)
         with suppress(OSError):  # somebody else clears them too, or may alone
-            _clear_leftovers(folder, now=aside.stat().st_mtime)  # by the file server's clock
-        yield aside
+            _clear_leftovers(folder, now=temporary.stat().st_mtime)  # by the file server's clock
+        yield temporary
 
 
-def file_aside(path: Path) -> Path:
-    """Where this process writes a file until it is complete. Its name says so, as that of `built_aside`'s folder."""
+def temporary_path(path: Path) -> Path:
+    """Where this process writes a file until it is complete. The name says which process writes it."""
     return path.with_name(f"{path.name}.{_builder() or os.getpid()}{_SUFFIX}")
 
 
-def clear_files_aside(path: Path) -> None:
+def clear_leftover_files(path: Path) -> None:
     """Remove what builders of the file `path` that have ended left. This process writes its own already."""
-    now = file_aside(path).stat().st_mtime  # by the file server's clock
+    now = temporary_path(path).stat().st_mtime  # by the file server's clock
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{_SUFFIX}"):
         builder = left.name.removeprefix(f"{path.name}.").removesuffix(_SUFFIX)
         is_a_builder = _BUILDER.fullmatch(builder) or builder.isdecimal()
