@@ -31,6 +31,7 @@ from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.data_parallel import DataParallelModule, Exchange
 from ..sharding.partition import StorageClass
 from ..sharding.staging import StagingPools
+from ..watch.replica_hash import ReplicaCheck
 from .cast_sampling import CastSampler
 from .schedule import RunSchedule
 
@@ -262,6 +263,20 @@ def slot_names_of_ranks(state: TrainingState) -> SlotNames:
         torch.distributed.all_gather_object(stages, own, group=topology.pp)
     ranks_a_stage = topology.world_size // topology.pp.size()
     return lambda rank, chunk: stages[rank // ranks_a_stage][chunk]
+
+
+def build_replica_check(state: TrainingState) -> ReplicaCheck | None:
+    """The comparison of replicas, with --check-weight-hash-across-dp-replicas-interval. Collective."""
+    topology = state.topology
+    if state.config.training.check_weight_hash_across_dp_replicas_interval is None or topology.world is None:
+        return None
+    return ReplicaCheck(
+        state.optimizer,
+        state.histories,
+        stage_group=topology.stage_group,
+        world=topology.world,
+        device=state.device,
+    )
 
 
 def measured_storage(state: TrainingState) -> MemoryByKind:

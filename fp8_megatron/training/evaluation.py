@@ -18,9 +18,8 @@ from ..reporting.metrics_file import json_line
 from ..reporting.report import AppendedFile
 from ..watch.failures import RankWatch
 from .build import TrainingState, build_training_state
-from .room import check_memory
 from .run_data import RunData, open_run_data
-from .run_start import Source
+from .run_start import Source, check_memory
 from .stopping import SignalHandler, StopReason
 from .train_step import evaluate
 

@@ -176,16 +176,9 @@ def load_tokenizer(config: Config) -> Tokenizer:
         if data.mock_data and data.tokenizer_model is None and data.vocab_file is None:
             return build_tokenizer("NullTokenizer", None, config.model.vocab_size)
         options = TokenizerOptions.of(data)
-        tokenizer = build_tokenizer(data.tokenizer_kind, data.tokenizer_model, config.model.vocab_size, options)
+        return build_tokenizer(data.tokenizer_kind, data.tokenizer_model, config.model.vocab_size, options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    given = config.model.vocab_size
-    if given is not None and tokenizer.vocab_size > given:
-        raise ConfigError(
-            f"the tokenizer's vocabulary ({tokenizer.vocab_size}) is larger than the model's, vocab_size({given}); "
-            "leave --vocab-size out or raise it"
-        )
-    return tokenizer
 
 
 def unpadded_vocab(config: Config, tokenizer: Tokenizer) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
 from enum import Enum
 from types import FrameType
 from typing import Self
@@ -53,12 +52,10 @@ class SignalHandler:
     every worker and kills workers that still run 30 s later.
     """
 
-    def __init__(self, all_ranks_any: Callable[[bool], bool]) -> None:
-        """Args: all_ranks_any: collective over all ranks (MAX of the flag) that every rank calls from `received`."""
-        self._all_ranks_any = all_ranks_any
+    def __init__(self) -> None:
         self._signal: signal.Signals | None = None
         self._interrupted = False
-        self._agreed = False
+        self._told = False
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
@@ -75,13 +72,12 @@ class SignalHandler:
         self._previous.clear()
 
     def received(self) -> bool:
-        """Whether any rank got a signal. Collective: every rank calls it at the same point of every step."""
-        if not self._agreed and self._all_ranks_any(self._signal is not None):
-            self._agreed = True
+        """Whether this rank got a signal; the ranks agree on it in the next step."""
+        if self._signal is not None and not self._told:
+            self._told = True
             drop_closed_streams()
-            if self._signal is not None:
-                logger.warning("%s received: stopping", self._signal.name)
-        return self._agreed
+            logger.warning("%s received: stopping", self._signal.name)
+        return self._signal is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # No logging here: the signal may have interrupted a write to the same stream.
@@ -97,8 +93,6 @@ class NonFiniteGuard:
 
     def __init__(self, max_skipped_steps: int, *, num_skipped: int = 0) -> None:
         """Args: max_skipped_steps: consecutive skips that end the run; num_skipped: skips before a resume."""
-        if max_skipped_steps < 1:
-            raise ValueError(f"max_skipped_steps({max_skipped_steps}) must be at least 1")
         self.max_skipped_steps = max_skipped_steps
         self.num_skipped = num_skipped
         self.num_consecutive = 0

@@ -18,7 +18,7 @@ from ..reporting.step_figures import StepFigures
 from ..storage import GradReduceMode
 from .batches import Batch, forward_step, take_step
 from .build import TrainingState
-from .graph_choice import has_room
+from .graph_choice import GraphChoice, documents_fit, has_room
 from .step_graph import StepGraph
 from .stopping import StopReason, request_number, request_of
 
@@ -95,12 +95,16 @@ def compute_gradients(
     return torch.cat([_part_of_loss(losses, state), _sum(underflow, state), _sum(clamped, state)])
 
 
-def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
-    """`compute_gradients` as a CUDA graph.
+def step_graph(
+    state: TrainingState, choice: GraphChoice, *, most_documents: Callable[[], int | None] = lambda: None
+) -> StepGraph | None:
+    """`compute_gradients` as a CUDA graph; None if steps are not recorded.
 
     Args:
-        needs_room: see `GraphChoice`.
+        most_documents: how many a micro-batch may have; None: attention crosses documents.
     """
+    if not choice.records or not documents_fit(state.config, most_documents()):
+        return None
 
     def before_recording() -> None:
         for chunk in state.model:
@@ -130,10 +134,10 @@ def step_graph(state: TrainingState, *, needs_room: bool = False) -> StepGraph:
         before_recording,
         can_measure=lambda: any(buffer.underflow is not None for buffer in state.optimizer.buffers),
         can_sample=state.sampler is not None,
-        has_room=has_room_for_step if needs_room else lambda: True,
+        has_room=has_room_for_step if choice.needs_room else lambda: True,
         is_ready=is_ready,
         casts=lambda: [history.num_known for history in state.histories if history is not None],
-        may_go_on=needs_room and state.topology.world_size == 1,
+        may_go_on=choice.needs_room and state.topology.world_size == 1,
         num_micro_batches=state.num_micro_batches,
         device=state.device,
         warmup_steps=state.config.training.cuda_graph_warmup_steps,

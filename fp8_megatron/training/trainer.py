@@ -26,9 +26,9 @@ from ..watch.failures import watched_world
 from ..watch.restarts import Launch, begin_attempt
 from .evaluation import evaluate_checkpoint
 from .graph_choice import GraphChoice, choose_graph
-from .run_start import starting_run
+from .run_start import Session, starting_run
 from .stopping import SignalHandler
-from .training_run import Surroundings, TrainingRun
+from .training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Trainer:
         with ExitStack() as stack:
             # Until training begins there is nothing to save, and a signal ends the process at once, wherever it waits.
             # Entered late, left last: the launcher may pass a signal on while the logs are closed.
-            signals = SignalHandler(all_ranks_any=lambda received_here: received_here)
+            signals = SignalHandler()
             training = stack.enter_context(ExitStack())
             stack.enter_context(runtime(device))
             stack.enter_context(preferring_backends(model.attention_backend, with_cudnn=with_cudnn))
@@ -95,7 +95,7 @@ class Trainer:
                     saves=checkpoint.save is not None,
                     saves_by_interval=checkpoint.saves_by_interval,
                 )
-            around = Surroundings(
+            session = Session(
                 self.output_dir,
                 topology,
                 watch,
@@ -107,7 +107,7 @@ class Trainer:
                 started=started,
                 replaces_other_run=last_run(events) not in (None, start.identity.run),
             )
-            run = TrainingRun(self.config, around)
+            run = TrainingRun(self.config, session)
             stack.callback(run.close)
             training.enter_context(signals)
             with watch:  # other ranks learn of an error before the logs are closed, which may take long

@@ -7,9 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-
-import torch
 
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.run_state import Progress
@@ -17,51 +14,21 @@ from ..config.checks import check_batches
 from ..config.schema import Config
 from ..device.host_copy import Mark
 from ..mcore.runtime import seed_everything
-from ..mcore.topology import Topology
 from ..reporting.profiling import StepProfiler
-from ..reporting.run_log import RunLog
-from ..watch.failures import RankWatch
-from ..watch.replica_hash import PendingCheck, ReplicaCheck, ReplicasDiffer
+from ..watch.replica_hash import PendingCheck, ReplicasDiffer
 from .batches import Batch
-from .build import TrainingState, build_training_state, slot_names_of_ranks
+from .build import TrainingState, build_replica_check, build_training_state
 from .cast_sampling import CastSampler
 from .evaluation import evaluate_split
-from .graph_choice import GraphChoice, documents_fit
 from .loss_spikes import LossSpike, resumed_after_spikes
-from .room import check_memory, check_room
 from .run_data import RunData, open_run_data
-from .run_events import RunEvents
-from .run_report import RunReport, log_settings
-from .run_start import RunStart, checkpoint_writer, warn_of_another_order
-from .step_outcomes import StepOutcomes
+from .run_report import RunReport, StepOutcomes, log_settings
+from .run_start import Session, check_disk, check_memory, checkpoint_writer, warn_of_another_order
 from .step_results import PendingStep
-from .stopping import SignalHandler, StopReason, TrainingDiverged
+from .stopping import StopReason, TrainingDiverged
 from .train_step import step_graph, train_step
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What `Trainer` has set up around a run.
-
-    Attributes:
-        output_dir: the folder of logs and metrics.
-        log: the run's events; None on all ranks but the first.
-        started: when this session began, on the clock of `time.monotonic`.
-        replaces_other_run: another run wrote into `output_dir` last.
-    """
-
-    output_dir: Path
-    topology: Topology
-    watch: RankWatch
-    device: torch.device
-    signals: SignalHandler
-    graph_choice: GraphChoice
-    start: RunStart
-    log: RunLog | None
-    started: float
-    replaces_other_run: bool
 
 
 @dataclass
@@ -94,85 +61,66 @@ class LoopState:
 class TrainingRun:
     """One rank's state of a run, and its loop of steps."""
 
-    def __init__(self, config: Config, around: Surroundings) -> None:
-        topology, device, start, graph_choice = around.topology, around.device, around.start, around.graph_choice
-        self.config = config
-        self.around = around
-        self.topology = topology
-        self.watch = around.watch
-        self.start = start
+    def __init__(self, config: Config, session: Session) -> None:
+        topology, start = session.topology, session.start
+        self.config, self.session = config, session
+        self.topology, self.start, self.watch = topology, start, session.watch
         self.is_writer = topology.rank == 0
-        self.events = RunEvents(config, around.log, is_writer=self.is_writer, world_size=topology.world_size)
         self.batches = config.batch_schedule(topology.world_size)
+        self.left_out = config.training.left_out
+        self.stop: StopReason | None = None
         if start.source is None:
             check_batches(config, topology.world_size, 0)  # with --load, `check_config` knew the last one alone
         seed_everything(
             config.training.seed,
-            device,
+            session.device,
             tensor_parallel_rank=topology.tp.rank(),
             pipeline_rank=topology.pp.rank(),
-            records_graphs=graph_choice.records,
+            records_graphs=session.graph_choice.records,
         )
-        self.data: RunData = open_run_data(config, topology)
-        self._check_and_log_settings()
+        data = open_run_data(config, topology)
+        self._check_and_log_settings(data.padded_vocab_size)
+        unpadded = data.unpadded_vocab_size
         self.state: TrainingState = build_training_state(
-            config, self.data.padded_vocab_size, topology, device, unpadded_vocab_size=self.data.unpadded_vocab_size
+            config, data.padded_vocab_size, topology, session.device, unpadded_vocab_size=unpadded
         )
-        self.resumable = self.state.resumable(self.data.unpadded_vocab_size)
-        slot_names = slot_names_of_ranks(self.state)
-        self.progress = self._resume()
-        self.total_iterations = config.train_iters(
-            topology.world_size, iteration=self.progress.iteration, consumed_samples=self.progress.consumed_samples
-        )
-        self.events.total_iterations = self.total_iterations
-        self.writer = checkpoint_writer(config, topology, start, self.progress.iteration)
+        self.resumable = self.state.resumable(unpadded)
+        progress = self._resume()
+        self.writer = checkpoint_writer(config, topology, start, progress.iteration)
         if self.writer is not None:
             self.writer.prepare(self.resumable)
-        self.data = self.data.going_on(self.progress)
-        self.progress = replace(self.progress, consumed_valid_samples=self.data.validated_samples(self.progress))
-        self.left_out = config.training.left_out
         self.has_checkpoint = start.continues_save  # under --save, of this run
-        self.stop: StopReason | None = None
-        records = graph_choice.records and documents_fit(config, self.data.most_documents())
-        self.graph = step_graph(self.state, needs_room=graph_choice.needs_room) if records else None
-        self.replica_check = _replica_check(config, self.state)
-        self.profiler = StepProfiler(config.profile, around.output_dir, rank=topology.rank, left_out=self.left_out)
-        self.profiler.begin(self.progress.iteration)
-        self.report = self._report()
-        self.report.start(self.state)
-        self.outcomes = StepOutcomes(
-            config, self.state, slot_names, self.events, self.report, skipped_steps=self.progress.skipped_steps
+        self.data: RunData = data.going_on(progress)
+        self.progress = replace(progress, consumed_valid_samples=self.data.validated_samples(progress))
+        self.total_iterations = config.train_iters(
+            topology.world_size, iteration=progress.iteration, consumed_samples=progress.consumed_samples
         )
+        self.graph = step_graph(self.state, session.graph_choice, most_documents=self.data.most_documents)
+        self.replica_check = build_replica_check(self.state)
+        self.profiler = StepProfiler(config.profile, session.output_dir, rank=topology.rank, left_out=self.left_out)
+        self.profiler.begin(progress.iteration)
+        self.report = RunReport(
+            config,
+            session,
+            padded_vocab_size=self.data.padded_vocab_size,
+            progress=progress,
+            total_iterations=self.total_iterations,
+        )
+        self.report.settings(self.state)
+        self.outcomes = StepOutcomes(config, self.state, self.report, skipped_steps=progress.skipped_steps)
 
-    def _check_and_log_settings(self) -> None:
+    def _check_and_log_settings(self, padded_vocab_size: int) -> None:
         """Check that the run fits into memory and onto the disk, and log what it is."""
         config, topology = self.config, self.topology
-        check_memory(config, topology, self.around.device, self.data.padded_vocab_size)
-        check_room(config, self.start, topology, self.data.padded_vocab_size)
+        check_memory(config, topology, self.session.device, padded_vocab_size)
+        check_disk(config, self.start, topology, padded_vocab_size)
         if self.is_writer:
             log_settings(config, topology.world_size)
-            self.around.graph_choice.log()
-
-    def _report(self) -> RunReport:
-        return RunReport(
-            self.config,
-            self.around.output_dir,
-            self.topology,
-            self.around.device,
-            padded_vocab_size=self.data.padded_vocab_size,
-            resume_iteration=self.progress.iteration,
-            total_iterations=self.total_iterations,
-            replaces_other_run=self.around.replaces_other_run,
-        )
+            self.session.graph_choice.log()
 
     def train(self) -> None:
         """Train, validate and save. A save in the background has finished when this returns."""
-        source = self.start.source
-        self.events.started(
-            self.progress.iteration,
-            skipped_steps=self.progress.skipped_steps,
-            weights_of=None if source is None else source.root,
-        )
+        self.report.started(self.progress.iteration, skipped_steps=self.progress.skipped_steps)
         try:
             self._loop()
         except (TrainingDiverged, LossSpike, ReplicasDiffer):
@@ -182,7 +130,7 @@ class TrainingRun:
         self.profiler.finish(self.progress.iteration)
         try:
             self._finish_saving()
-            self.events.stopped(self.progress.iteration, self._stop_reason())
+            self.report.stopped(self.progress.iteration, self._stop_reason())
         finally:
             self.report.finish(self.progress.iteration)
 
@@ -292,7 +240,7 @@ class TrainingRun:
         # Inside a streak of skipped steps nothing is saved: a restart then goes back to before it.
         saves = bool(loop.due) and not self.outcomes.in_streak
         if loop.due and not saves:
-            self.events.save_postponed(iteration)
+            self.report.save_postponed(iteration)
         if validates:
             self._validate()
             loop.validated_at = iteration
@@ -333,13 +281,13 @@ class TrainingRun:
 
     def _own_stop(self) -> StopReason | None:
         """What this rank asks to stop for; the ranks agree in the next step."""
-        received = self.around.signals.received()  # every rank asks, as its contract says
+        received = self.session.signals.received()
         if self.start.lock is not None and self.start.lock.lost:  # a save would fail
             return StopReason.LOST_FOLDER
         if received:
             return StopReason.SIGNAL
         limit = self.config.training.exit_duration_in_mins or 0.0
-        is_out_of_time = limit > 0 and time.monotonic() - self.around.started > 60.0 * limit
+        is_out_of_time = limit > 0 and time.monotonic() - self.session.started > 60.0 * limit
         return StopReason.DURATION if is_out_of_time else None
 
     def _new_check(self, iteration: int) -> PendingCheck | None:
@@ -392,7 +340,7 @@ class TrainingRun:
         schedule.resume(progress, quiet=not self.is_writer)
         progress = replace(progress, scheduled_samples=schedule.counted_samples, schedule=schedule.as_saved())
         if self.start.continues_save:
-            progress = resumed_after_spikes(progress, self.around.output_dir, self.topology, self.start.identity.run)
+            progress = resumed_after_spikes(progress, self.session.output_dir, self.topology, self.start.identity.run)
         check_batches(self.config, self.topology.world_size, progress.consumed_samples)
         if self.is_writer:
             if source.options.finetune:
@@ -417,17 +365,3 @@ class TrainingRun:
         if self.writer is not None:
             with self.watch.patiently("waiting for a checkpoint"):
                 self.writer.finish()
-
-
-def _replica_check(config: Config, state: TrainingState) -> ReplicaCheck | None:
-    """The comparison of replicas, with --check-weight-hash-across-dp-replicas-interval. Collective."""
-    topology = state.topology
-    if config.training.check_weight_hash_across_dp_replicas_interval is None or topology.world is None:
-        return None
-    return ReplicaCheck(
-        state.optimizer,
-        state.histories,
-        stage_group=topology.stage_group,
-        world=topology.world,
-        device=state.device,
-    )

@@ -23,6 +23,7 @@ from fp8_megatron.reporting.step_figures import StepFigures
 from fp8_megatron.training import step_graph, train_step
 from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.build import build_training_state
+from fp8_megatron.training.graph_choice import GraphChoice
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.step_graph import StepGraph
 from tests.harness.runs import tiny_flags
@@ -362,7 +363,7 @@ def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None
             seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
             data = open_run_data(config, topology)
             state = build_training_state(config, data.padded_vocab_size, topology, CPU)
-            graph = train_step.step_graph(state) if graphed else None
+            graph = train_step.step_graph(state, GraphChoice(True, "")) if graphed else None
             if graph is not None:
                 graph._compute = repeated_by_its_graph(cuda, graph._compute)
             batches, values, addresses = data.train_loader(0), [], set()

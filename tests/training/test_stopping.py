@@ -1,4 +1,4 @@
-"""Signals become a flag that all ranks agree on, and runs of skipped steps an error that says what to try."""
+"""Signals become a flag, and runs of skipped steps an error that says what to try."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import pytest
 from fp8_megatron.training.stopping import NonFiniteGuard, SignalHandler, TrainingDiverged
 
 
-def this_rank_only(flag: bool) -> bool:
-    return flag
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_sets_the_flag(number: signal.Signals) -> None:
     before = signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
     try:
-        with SignalHandler(this_rank_only) as handler:
+        with SignalHandler() as handler:
             assert not handler.received()
             os.kill(os.getpid(), number)
             assert handler.received()
@@ -29,41 +25,15 @@ def test_signal_sets_the_flag(number: signal.Signals) -> None:
 def test_an_interrupt_is_taken_where_a_shell_ignores_it_for_background_jobs() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with SignalHandler(this_rank_only) as handler:
+        with SignalHandler() as handler:
             os.kill(os.getpid(), signal.SIGINT)
             assert handler.received()
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_signal_of_another_rank_counts_and_agreement_is_asked_for_once() -> None:
-    flags = []
-
-    def another_rank_has_it(flag: bool) -> bool:
-        flags.append(flag)
-        return True
-
-    with SignalHandler(another_rank_has_it) as handler:
-        assert handler.received()
-        assert handler.received()
-    assert flags == [False]
-
-
-def test_every_rank_takes_part_although_it_has_no_signal() -> None:
-    flags = []
-
-    def nobody(flag: bool) -> bool:
-        flags.append(flag)
-        return False
-
-    with SignalHandler(nobody) as handler:
-        assert not handler.received()
-        assert not handler.received()
-    assert flags == [False, False]
-
-
 def test_second_interrupt_raises_even_after_a_sigterm_between() -> None:
-    with SignalHandler(this_rank_only) as handler:
+    with SignalHandler() as handler:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert handler.received()
@@ -72,7 +42,7 @@ def test_second_interrupt_raises_even_after_a_sigterm_between() -> None:
 
 
 def test_repeated_sigterm_does_not_raise() -> None:
-    with SignalHandler(this_rank_only) as handler:
+    with SignalHandler() as handler:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert handler.received()
@@ -81,7 +51,7 @@ def test_repeated_sigterm_does_not_raise() -> None:
 def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with SignalHandler(this_rank_only) as handler:
+        with SignalHandler() as handler:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not handler.received()
     finally:
@@ -90,7 +60,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
 
 def test_previous_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with SignalHandler(this_rank_only):
+    with SignalHandler():
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
@@ -108,8 +78,3 @@ def test_a_good_step_restarts_the_consecutive_count_but_not_the_total() -> None:
     for iteration, skipped in enumerate([True, False, True, False], start=1):
         guard.update(skipped, iteration=iteration)
     assert (guard.num_skipped, guard.num_consecutive) == (7, 0)
-
-
-def test_guard_refuses_a_limit_that_no_run_survives() -> None:
-    with pytest.raises(ValueError, match=r"max_skipped_steps\(0\)"):
-        NonFiniteGuard(0)

@@ -16,9 +16,8 @@ from fp8_megatron.device.memory import memory_bytes
 from fp8_megatron.errors import UserError
 from fp8_megatron.planning.activations import predict_host_bytes
 from fp8_megatron.planning.memory import predict_memory
-from fp8_megatron.training import room, training_run
-from fp8_megatron.training.room import check_memory, check_room
-from fp8_megatron.training.run_start import starting_run
+from fp8_megatron.training import run_start, training_run
+from fp8_megatron.training.run_start import check_disk, check_memory, starting_run
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.run_starts import OneRank, add_checkpoint
 from tests.harness.runs import tiny_flags
@@ -53,8 +52,8 @@ def test_a_disk_without_room_is_found_at_the_start(
     expected: str | None,
 ) -> None:
     """Checkpoints of 1 GB and 100 steps; the resumed run has one of them, and 90 steps to go."""
-    monkeypatch.setattr(room, "predict_checkpoint_bytes", lambda *_: GB)
-    for module in (room, outputs):
+    monkeypatch.setattr(run_start, "predict_checkpoint_bytes", lambda *_: GB)
+    for module in (run_start, outputs):
         monkeypatch.setattr(module, "free_bytes", lambda _: int(free))
     if "load" in settings:
         add_checkpoint(tmp_path, 10)
@@ -66,9 +65,9 @@ def test_a_disk_without_room_is_found_at_the_start(
             with pytest.raises(
                 CheckpointError, match=rf"--save {tmp_path}: one checkpoint takes 1.000 GB, .* 0.900 GB"
             ):
-                check_room(config, started, OneRank(), 64)  # type: ignore[arg-type]
+                check_disk(config, started, OneRank(), 64)  # type: ignore[arg-type]
             return
-        check_room(config, started, OneRank(), 64)  # type: ignore[arg-type]
+        check_disk(config, started, OneRank(), 64)  # type: ignore[arg-type]
     warned = [line for line in caplog.messages if "are to come" in line]
     assert len(warned) == (expected is not None)
     assert not warned or f"{expected} of 1.000 GB are to come" in warned[0]
@@ -85,12 +84,12 @@ def test_memory_is_compared_with_what_the_state_takes(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
     topology = OneRank()
     topology.world_size = num_ranks
-    monkeypatch.setattr(room.Ranks, "everyones", lambda self, value: [None, value])
+    monkeypatch.setattr(run_start.Ranks, "everyones", lambda self, value: [None, value])
     held = [predict_memory(config, 512, world_size=num_ranks, stage=stage) for stage in range(num_stages)]
     needed = sum(part.linear.total + part.rest.total for part in held) * (num_ranks // num_stages)
-    monkeypatch.setattr(room, "memory_bytes", lambda device: needed)
+    monkeypatch.setattr(run_start, "memory_bytes", lambda device: needed)
     check_memory(config, topology, CPU, 512)  # type: ignore[arg-type]
-    monkeypatch.setattr(room, "memory_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(run_start, "memory_bytes", lambda device: needed - 1)
     with pytest.raises(
         UserError, match=r"take 0\.\d+ GB on .*; lower num_layers\(4\).* or use a machine with more memory$"
     ):
@@ -109,12 +108,12 @@ def test_host_memory_is_compared_with_the_activations_that_leave(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
     topology = OneRank()
     topology.world_size = num_ranks
-    monkeypatch.setattr(room.Ranks, "everyones", lambda self, value: [None, value])
+    monkeypatch.setattr(run_start.Ranks, "everyones", lambda self, value: [None, value])
     held = [predict_host_bytes(config, world_size=num_ranks, stage=stage) for stage in range(num_stages)]
     needed = sum(held) * num_ranks // num_stages
     gpu, host = torch.device("cuda"), {"cpu": needed}
-    monkeypatch.setattr(room, "_state_on", lambda *_: (0, "a GPU"))
-    monkeypatch.setattr(room, "memory_bytes", lambda device: host.get(device.type, 0))
+    monkeypatch.setattr(run_start, "_state_on", lambda *_: (0, "a GPU"))
+    monkeypatch.setattr(run_start, "memory_bytes", lambda device: host.get(device.type, 0))
     check_memory(config, topology, gpu, 512)  # type: ignore[arg-type]
     host["cpu"] = needed - 1
     with pytest.raises(
