@@ -23,7 +23,6 @@ from kernel_timing import reason, seconds_per_call
 from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.linear import fp8_linear
-from fp8_megatron.nn.row_scaled import row_scaled_linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -98,8 +97,7 @@ def fp8_step(
 
     def step(_: int) -> None:
         storage.reset()
-        linear = LinearParams(weight, bias, quantizers)
-        y = row_scaled_linear(x, linear, x.dtype) if scales_grad_rows else fp8_linear(x, linear)
+        y = fp8_linear(x, LinearParams(weight, bias, quantizers, scales_grad_rows=scales_grad_rows))
         torch.autograd.grad(y, [x, bias], grad)
         if history is not None:
             history.update(None)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..nn.compiled import decides_by_tokens
-from ..quantization.weight_grad import GradPlace, WeightGrad, write_wide_
+from ..quantization.weight_grad import WeightGrad, write_wide_
 from ..quantization.weight_products import without_products
 from ..sharding.grad_buffer import GradBuffer, LocalGradBuffer
 from ..sharding.growing_grads import GrowingGradBuffer, Section, multiply_
@@ -77,22 +77,6 @@ class ParamGrad:
         with without_products():
             if self.param.grad is None:
                 self.space.note_forward(self.slot)
-
-    def take_place(self) -> GradPlace | None:
-        """Where the next gradient goes: it counts as written, so the caller writes it now. None: give it to
-        `accumulate_`."""
-        param = self.param
-        with without_products():
-            present = param.grad
-            if not param.requires_grad or param._backward_hooks or (present is not None and not self.is_own(present)):
-                return None
-            place = self.space.place_of_next(self.slot, is_first=present is None)
-            if place is None or not self._is_wanted():
-                return None
-            if present is not self.tensor:
-                self.show(self.tensor)
-            self.space.mark_next(self.slot, is_first=present is None)
-            return place
 
     def _is_wanted(self) -> bool:
         """Whether the backward that runs is to give this parameter a gradient. ``torch.autograd.grad`` and
@@ -298,19 +282,6 @@ class SpaceGrads(ABC):
         """`slot`, which has no gradient, is in a forward."""
         del slot
 
-    def place_of_next(self, slot: Slot, *, is_first: bool) -> GradPlace | None:
-        """Where the next gradient of `slot` is written, which has memory after `mark_next`. None: it goes to `add_`.
-
-        Args:
-            is_first: what is stored does not count.
-        """
-        del slot, is_first
-        return None
-
-    def mark_next(self, slot: Slot, *, is_first: bool) -> None:
-        """The next gradient of `slot` is in its `place_of_next`."""
-        raise NotImplementedError(f"{slot.name} has no such place")
-
     @abstractmethod
     def forget(self, slot: Slot) -> None:
         """The next gradient of `slot` overwrites what is stored."""
@@ -407,12 +378,6 @@ class LinearGrads(RecordableGrads):
 
     def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
         self.buffer.accumulate_(slot, grad)
-
-    def place_of_next(self, slot: Slot, *, is_first: bool) -> GradPlace | None:
-        return self.buffer.place_of_next(slot, is_first=is_first)
-
-    def mark_next(self, slot: Slot, *, is_first: bool) -> None:
-        self.buffer.mark(slot, 1 if is_first else self.buffer.count(slot) + 1)
 
     def forget(self, slot: Slot) -> None:
         self.buffer.forget(slot)

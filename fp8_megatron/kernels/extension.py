@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 
-from . import launch_list
-
 logger = logging.getLogger(__name__)
 
 #: A symbolic link in a checkout.
@@ -49,10 +47,6 @@ class Kernel:
 
     def launch(self, blocks: int, device: torch.device, *arguments: int) -> None:
         """Queue the kernel. Addresses are plain numbers; the caller keeps the memory until the stream has run it."""
-        if launch_list.running is not None:
-            recording = launch_list.recording()
-            if recording is not None:
-                recording.fail("a kernel of csrc is launched")
         values = [kind(argument) for kind, argument in zip(self._parameters, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -82,13 +76,6 @@ def compile_source(name: str, macros: Mapping[str, int], capability: tuple[int, 
         return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def launch_kernel_address() -> int:
-    """The address of the driver's ``cuLaunchKernel``."""
-    address = ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value
-    assert address is not None
-    return address
 
 
 def _read(program, get_size, get) -> bytes:  # type: ignore[no-untyped-def]

@@ -8,7 +8,7 @@ are internals of Triton, so they are used in versions whose source has been read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -19,18 +19,12 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from . import launch_list
-
-#: Versions in which `JITFunction.run` ends with the call that `Launcher` makes, and a compiled kernel takes the
-#: parameters that `_record` writes.
+#: Versions in which `JITFunction.run` ends with the call that `Launcher` makes.
 _VERSIONS = ((3, 5), (3, 6), (3, 7), (3, 8), (3, 9))
 #: Those in which the compiled function behind `CudaLauncher` takes what `_compiled` gives it.
 _VERSIONS_OF_FUNCTION = ((3, 5), (3, 6))
 #: Addresses are multiples of this, as the compiled kernel takes them to be.
 _ALIGNMENT = 16
-#: Shared memory above this needs a mode of its own at the launch.
-_MOST_SHARED_BYTES = 228 * 1024
-_WARP = 32
 #: Lists of arguments that a launcher knows. A run with more of them starts anew, so memory does not grow.
 _MOST_KNOWN = 4096
 #: Prepared launches that a kernel's callers keep, one for each shape.
@@ -38,11 +32,10 @@ MOST_SHAPES = 4096
 
 
 class _Compiled(NamedTuple):
-    """A compiled kernel: ``run(width, height, 1, stream, *fixed, *arguments)`` launches it. `kernel` is Triton's."""
+    """A compiled kernel: ``run(width, height, 1, stream, *fixed, *arguments)`` launches it."""
 
     run: Callable[..., None]
     fixed: tuple[Any, ...]
-    kernel: Any
 
 
 class _Layout(NamedTuple):
@@ -95,11 +88,9 @@ class Launcher:
     @property
     def is_watched(self) -> bool:
         """Whether somebody's hooks see each launch."""
-        return bool(self._hooks) or has_hooks()
+        return bool(self._hooks) or _has_hooks()
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-        if launch_list.running is not None:
-            _leave_to_python()
         layout = self._layout
         if layout is None:
             return self._launch_first(grid, args, options)
@@ -116,7 +107,7 @@ class Launcher:
                 return self.kernel[grid](*args, **options)
         if addresses % _ALIGNMENT:
             return self.kernel[grid](*args, **options)
-        run, fixed, _ = compiled
+        run, fixed = compiled
         height = grid[1] if len(grid) > 1 else 1
         run(grid[0], height, 1, torch._C._cuda_getCurrentRawStream(device), *fixed, *values)
         return None
@@ -179,9 +170,7 @@ class PreparedLaunch:
         if addresses % _ALIGNMENT or not is_here:
             self._launch_first(key, tensors)
             return
-        run, fixed, kernel = compiled
-        if launch_list.running is not None:
-            _record(kernel, self._size, values, self._numbers)
+        run, fixed = compiled
         run(*self._size, torch._C._cuda_getCurrentRawStream(device), *fixed, *values, *self._numbers)
 
     def _launch_first(self, key: tuple[object, ...], tensors: tuple[Tensor, ...]) -> None:
@@ -200,63 +189,17 @@ def _compiled(kernel: Any) -> _Compiled:
     has_function = _version() in _VERSIONS_OF_FUNCTION and type(run).__name__ == "CudaLauncher"
     if has_function and run.global_scratch_size == run.profile_scratch_size == 0:
         options = (run.launch_cooperative_grid, run.launch_pdl, None, None)
-        return _Compiled(run.launch, (kernel.function, *options, *rest), kernel)
-    return _Compiled(run, (kernel.function, *rest), kernel)
+        return _Compiled(run.launch, (kernel.function, *options, *rest))
+    return _Compiled(run, (kernel.function, *rest))
 
 
-def has_hooks() -> bool:
+def _has_hooks() -> bool:
     """Whether somebody's hooks see each launch of Triton."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     try:
         return bool(enter.calls or leave.calls)
     except AttributeError:  # somebody has put a function in the place of Triton's chains
         return True
-
-
-def compiles_lists() -> bool:
-    """Whether launches of this version of Triton can be put in a `launch_list`."""
-    return _version() in _VERSIONS
-
-
-def _leave_to_python() -> None:
-    recording = launch_list.recording()
-    if recording is not None:
-        recording.fail("Triton launches a kernel itself")
-
-
-def _record(kernel: Any, size: tuple[int, int, int], addresses: Sequence[int], numbers: Sequence[Any]) -> None:
-    """Put a launch in the list that is made: the kernel's parameters are `addresses`, then those `numbers` that are not
-    compiled in, then Triton's two of scratch memory.
-    """
-    recording = launch_list.recording()
-    if recording is None:
-        return
-    metadata = kernel.metadata
-    num_warps, num_ctas, shared_bytes = kernel.packed_metadata
-    options = (metadata.launch_cooperative_grid, metadata.launch_pdl)
-    has_sanitizer = getattr(kernel.run, "gsan_enabled", False)  # Triton 3.8 and later
-    more_parameters = (metadata.global_scratch_size, metadata.profile_scratch_size, has_sanitizer)
-    if num_ctas != 1 or any(options) or any(more_parameters) or shared_bytes > _MOST_SHARED_BYTES:
-        recording.fail(f"{kernel.name} is launched with options")
-        return
-    parameters = []
-    for kind, value in zip(kernel.src.signature.values(), (*addresses, *numbers), strict=True):
-        if kind == "constexpr":
-            continue
-        if kind[0] == "*":
-            parameters.append((recording.slot(value, launch_list.KERNEL_ALIGNMENT), 0))
-        elif kind[0] in "iu":
-            parameters.append((-1, int(value) % 2**64))
-        else:
-            recording.fail(f"{kernel.name} has a parameter {kind}")
-            return
-    parameters += [(-1, 0)] * 2
-    width, height, _ = size
-    if not width * height:
-        recording.fail(f"{kernel.name} has an empty grid")
-        return
-    arguments = (kernel.function, width, height, _WARP * num_warps, shared_bytes, tuple(parameters))
-    recording.add(lambda launches: launches.add_kernel(*arguments), kernel)
 
 
 def _key(layout: _Layout, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[object, ...]:

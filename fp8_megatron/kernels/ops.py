@@ -34,13 +34,11 @@ from .health.reference import LOWEST_EXPONENT as LOWEST_EXPONENT
 from .health.reference import NUM_MAXIMA as NUM_MAXIMA
 from .health.reference import NUM_STATISTICS as NUM_STATISTICS
 from .health.reference import Statistic as Statistic
-from .launch_list import LaunchLists as LaunchLists
 from .norm import reference as _norm  # noqa: F401
 from .quantize import reference as _quantize  # noqa: F401
 from .quantize import weight as _weight  # noqa: F401
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
 from .quantize.blockwise import load_state as load_state
-from .quantize.layer import StoredWeight as StoredWeight
 from .reference import decode as decode
 from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
@@ -100,60 +98,6 @@ def quantize_grad_output(
     """`quantize.reference.quantize_grad_output`: payload [M, K], transpose [K, M], column sums [K], the scale taken."""
     assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
     return _OPS.quantize_grad_output(x, dtype, scale, power_of_two, amax_out, transposed)
-
-
-def quantize_layer_input(
-    x: Tensor,
-    weight: StoredWeight,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    output_dtype: torch.dtype,
-    scale: Tensor | None,
-    power_of_two: bool = False,
-    amax_out: Tensor | None = None,
-    transposed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize.layer.quantize_layer_input`: payload [M, K], transpose [K, M], the scale taken, weight [N, K], bias
-    [N]; empty is what was not asked for, or needs no cast."""
-    assert x.ndim == 2 and dtype in FP8_DTYPES and (bias is None or bias.ndim == 1), (x.shape, dtype)
-    _check_stored(weight)
-    return _OPS.quantize_layer_input(x, weight, bias, dtype, output_dtype, scale, power_of_two, amax_out, transposed)
-
-
-def quantize_layer_grad(
-    x: Tensor,
-    weight: StoredWeight,
-    dtype: torch.dtype,
-    *,
-    scale: Tensor | None,
-    power_of_two: bool = False,
-    amax_out: Tensor | None = None,
-    transposed: bool = True,
-    column_sums: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize.layer.quantize_layer_grad`: payload [M, N], transpose [N, M], partial sums [·, N], the scale taken, the
-    weight's transpose [K, N]."""
-    assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
-    _check_stored(weight)
-    return _OPS.quantize_layer_grad(x, weight, dtype, scale, power_of_two, amax_out, transposed, column_sums)
-
-
-def _check_stored(weight: StoredWeight) -> None:
-    payload, scales, cast_scale = weight
-    assert payload.ndim == 2 and payload.is_contiguous() and scales.is_contiguous(), payload.shape
-    assert payload.dtype == torch.float16 if cast_scale is not None else payload.dtype in FP8_DTYPES, payload.dtype
-
-
-def sum_partial_sums(partial_sums: Tensor) -> Tensor:
-    """`quantize.layer.sum_partial_sums`: FP32 [R, N] → [N]."""
-    return _OPS.sum_partial_sums(partial_sums)
-
-
-def quantize_blockwise_and_sum_(x: Tensor, payload: Tensor, scales: Tensor, partial_sums: Tensor) -> Tensor:
-    """`quantize.layer.quantize_blockwise_and_sum_`: `quantize_blockwise_`, and sums FP32 [N]."""
-    assert x.numel() <= payload.numel() and payload.numel() % scales.numel() == 0, (x.shape, payload.shape)
-    return _OPS.quantize_blockwise_and_sum_(x, payload, scales, partial_sums)
 
 
 def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:
@@ -499,12 +443,6 @@ def transpose(payload: Tensor) -> Tensor:
     """`quantize.reference.transpose`: FP8 [M, K] → contiguous [K, M]."""
     assert payload.ndim == 2 and payload.dtype in FP8_DTYPES, (payload.shape, payload.dtype)
     return _OPS.transpose(payload)
-
-
-def cast_vector(vector: Tensor, dtype: torch.dtype) -> Tensor:
-    """`quantize.reference.cast_vector`: [n] in `dtype`."""
-    assert vector.ndim == 1, vector.shape
-    return _OPS.cast_vector(vector, dtype)
 
 
 def scaled_mm(

@@ -105,7 +105,7 @@ class _FP8NormAttention(torch.autograd.Function):
         needs_backward: bool,
     ) -> tuple[Tensor, Tensor | None]:
         y, statistics = norm_fprop(x, norm, qkv)
-        y = y.view(*qkv.parallelism.gathered_shape(x.shape[:-1]), -1)
+        y = y.view(*qkv.parallelism.output_leading(x.shape[:-1]), -1)
         inputs = _whole_sequences(_cast_heads(y, attention), attention.heads)
         kept = None if attention.qk_norm is None else y
         del y

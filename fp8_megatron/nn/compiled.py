@@ -24,8 +24,9 @@ from ..errors import UserError
 from ..quantization.operand import Quantized
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
-from . import local, row_scaled
+from . import row_scaled
 from .gemms import LinearParams, note_forward
+from .linear import linear_backward, linear_forward
 
 
 class CompilableLayer(Protocol):
@@ -57,7 +58,7 @@ def new_token(layer: CompilableLayer) -> Tensor:
 
 
 def compiled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """y [T, N] in `dtype` = x [T, K] · Wᵀ + bias [N], with the bits of `fp8_linear` or `row_scaled_linear`."""
+    """y [T, N] in `dtype` = x [T, K] · Wᵀ + bias [N], with the bits of `fp8_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
     has_blocks = not layer.quantizers.input.format.has_one_scale
     scales_rows = layer.scales_grad_rows
@@ -112,7 +113,7 @@ def _linear(
     if keeps_input:
         note_forward(linear)
     keeps_columns = keeps_input and not scales_rows
-    y, operand = local.forward(x, linear, dtype, keeps_columns=keeps_columns)
+    y, operand = linear_forward(x, linear, dtype, keeps_columns=keeps_columns)
     if not keeps_columns:
         return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
     columns = operand.t
@@ -171,11 +172,12 @@ def _linear_backward(
         )
     needs_grad_weight = kept.numel() > 0 and _is_wanted(token)
     if scales_rows:
-        x = kept if needs_grad_weight else None
-        grads = row_scaled.backward(grad_output, x, linear, needs_grad_input=needs_grad_input)
+        rows = kept if needs_grad_weight else None
+        grads = row_scaled.backward(grad_output, rows, linear, needs_grad_input=needs_grad_input)
     else:
-        x_t = Quantized(kept, None, scale, linear.quantizers.input.format) if needs_grad_weight else None
-        grads = local.backward(grad_output, x_t, linear, needs_grad_input=needs_grad_input)
+        x = Quantized(None, kept, scale, linear.quantizers.input.format)
+        part = (lambda: x) if needs_grad_weight else None
+        grads = linear_backward(grad_output, part, linear, needs_grad_input=needs_grad_input)
     grad_input, grad_weight, grad_bias = grads
     if grad_weight is not None:
         _add_to_grad(linear.weight, grad_weight)

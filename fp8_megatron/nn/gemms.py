@@ -20,14 +20,14 @@ from ..quantization.cast_health import CastProbe
 from ..quantization.operand import Quantized, multiply_into_
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.weight_grad import GradPlace, WeightGrad
+from ..quantization.weight_grad import WeightGrad
 from ..quantization.weight_products import without_products
 from .links import LinearLinks
 from .operands import MainGrad
 from .parallelism import LOCAL, Local, PendingSum
 from .recomputed import Recomputations
 from .rows import OperandRows
-from .siblings import InputSharing
+from .shared_cast import InputSharing
 
 
 class LinearParams(NamedTuple):
@@ -40,6 +40,7 @@ class LinearParams(NamedTuple):
         links: what it hands to other layers.
         sharing: what it knows of layers with the same input.
         recomputations: what finds inputs that backward computes again.
+        scales_grad_rows: whether each row of the output's gradient has a scale of its own (`row_scaled`).
     """
 
     weight: ScaledTensor
@@ -49,6 +50,7 @@ class LinearParams(NamedTuple):
     links: LinearLinks | None = None
     sharing: InputSharing | None = None
     recomputations: Recomputations | None = None
+    scales_grad_rows: bool = False
 
     def cast_grad(self, grad_output: Tensor, *, transposed: bool = True) -> tuple[OperandRows, Tensor | None]:
         """See `Local.cast_grad`."""
@@ -143,7 +145,7 @@ def bias_operand(linear: LinearParams, dtype: torch.dtype) -> Tensor | None:
     bias = linear.bias
     if bias is None or (bias.dtype is dtype and bias.is_contiguous()):
         return bias
-    return ops.cast_vector(bias.detach(), dtype)
+    return bias.detach().to(dtype).contiguous()
 
 
 def start_dgrad(g: OperandRows, linear: LinearParams, dtype: torch.dtype) -> RowSum | PendingSum:
@@ -194,13 +196,6 @@ def note_forward(linear: LinearParams) -> None:
     note = getattr(getattr(linear.weight, "main_grad", None), "note_forward", None)
     if note is not None:
         note()
-
-
-def taken_place(linear: LinearParams) -> GradPlace | None:
-    """Where the weight's gradient goes: it counts as delivered. None: give it to `delivered_wgrad`."""
-    take_place = getattr(getattr(linear.weight, "main_grad", None), "take_place", None)
-    place: GradPlace | None = None if take_place is None else take_place()
-    return place
 
 
 def _measure_weight(probe: CastProbe, weight: ScaledTensor, operand: Quantized) -> None:

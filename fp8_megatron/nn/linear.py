@@ -2,24 +2,27 @@
 (`parallelism`).
 
 Forward keeps the input for backward in FP8 only. It keeps the columns that wgrad takes; under sequence parallelism it
-keeps this rank's part, in the layout that the format gathers.
+keeps this rank's part, in the layout that the format gathers. `linear_forward` and `linear_backward` know nothing of
+autograd, so that other functions are made of them (`compiled`, `split_linear`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..quantization.operand import Quantized
+from ..quantization.operand import Format, Quantized
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import TensorSource
-from . import local, siblings
+from . import row_scaled, shared_cast
 from .first_order import once_differentiable
 from .gemms import LinearParams, fprop, note_forward, start_dgrad, wgrad
-from .operands import as_matrix, delivered
-from .recomputed import Recomputation, cast_again
+from .operands import as_matrix, as_whole_rows, delivered, with_leading
+from .recomputed import Recomputation
 
 
 def fp8_linear(
@@ -48,12 +51,53 @@ def fp8_linear(
         [..., N] in `dtype`; with `SequenceColumn` [s, b, N]; with `SequenceRow` [s/tp, b, N], and the bias's gradient
         then covers this rank's part of the sequence.
     """
-    call = _Call(linear, dtype or x.dtype, keeps_input, torch.is_grad_enabled())
-    if call.has_backward:
+    has_backward = torch.is_grad_enabled()
+    if has_backward:
         note_forward(linear)
-    if addend is None and not keeps_input and local.is_local(linear):
-        return _LocalFP8Linear.apply(x, linear.weight, linear.bias, call)
+    if linear.sharing is not None and (linear.scales_grad_rows or not has_backward):
+        linear = linear._replace(sharing=None)  # nobody keeps columns
+    call = _Call(linear, dtype or x.dtype, keeps_input or linear.scales_grad_rows, has_backward)
     return _FP8Linear.apply(x, linear.weight, linear.bias, addend, call)
+
+
+def linear_forward(
+    x: Tensor, linear: LinearParams, dtype: torch.dtype, *, keeps_columns: bool, addend: Tensor | None = None
+) -> tuple[Tensor, Quantized]:
+    """y [..., N] in `dtype` from x [..., K], and this rank's part of the input in FP8, with rows of padding.
+
+    Args:
+        keeps_columns: the part has what wgrad takes: its columns if the layer's ranks do not gather rows.
+    """
+    parallelism, quantizer = linear.parallelism, linear.quantizers.input
+    transposed = keeps_columns and parallelism.casts_columns(quantizer.format)
+
+    def cast() -> Quantized:
+        source = TensorSource(_rows(x, linear, quantizer.format), True, transposed)
+        return quantizer.quantize(source, sync=parallelism.sync)
+
+    operand = cast() if linear.sharing is None else shared_cast.taken_or_made(x, linear, cast, needs_columns=transposed)
+    y = fprop(parallelism.gather(operand), linear, dtype, addend)
+    return with_leading(y, parallelism.output_leading(x.shape[:-1])), operand
+
+
+def linear_backward(
+    grad_output: Tensor, part: Callable[[], Quantized] | None, linear: LinearParams, *, needs_grad_input: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of this rank's part of the input [T, K], with rows of padding; of the weight [N, K] if it has no
+    `main_grad`; of the bias, FP32 [N].
+
+    Args:
+        grad_output: [..., N].
+        part: returns this rank's part of the input: its columns if `Local.casts_columns`, else its rows; None: nobody
+            needs the weight's gradient.
+    """
+    columns = None if part is None else linear.parallelism.gather_columns(part)
+    if linear.parallelism.group is None:
+        grad_output = as_whole_rows(grad_output, linear.quantizers.grad_output.format.size_multiple)
+    g, grad_bias = linear.cast_grad(grad_output, transposed=columns is not None)
+    grad_input = start_dgrad(g, linear, grad_output.dtype) if needs_grad_input else None
+    grad_weight = None if columns is None else wgrad(g, columns(), linear, grad_output.dtype)
+    return None if grad_input is None else grad_input.wait(), grad_weight, grad_bias
 
 
 class _Call(NamedTuple):
@@ -65,119 +109,72 @@ class _Call(NamedTuple):
     has_backward: bool
 
 
-class _LocalFP8Linear(torch.autograd.Function):
+class _FP8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ScaledTensor, bias: Tensor | None, call: _Call) -> Tensor:
-        keeps_input = call.has_backward and ctx.needs_input_grad[1]
-        made = _recomputation_of(x, call.linear) if keeps_input else None
-        y, operand = _local_forward(x, call, keeps_input and made is None)
+    def forward(
+        ctx: Any, x: Tensor, weight: ScaledTensor, bias: Tensor | None, addend: Tensor | None, call: _Call
+    ) -> Tensor:
+        linear, keeps_part = call.linear, call.has_backward and ctx.needs_input_grad[1]
+        again = _recomputation(x, call) if keeps_part else None
+        keeps_columns = keeps_part and again is None
+        y, operand = linear_forward(x, linear, call.dtype, keeps_columns=keeps_columns, addend=addend)
         if call.has_backward:
-            if not keeps_input:
-                ctx.save_for_backward(None)
-            elif made is None:
-                ctx.save_for_backward(operand.t.scale, operand.payload_t)
-            else:
-                ctx.save_for_backward(operand.shared_scale, *made.inputs)
-            ctx.linear, ctx.function = call.linear, None if made is None else made.function
+            ctx.call, ctx.input_shape, ctx.function = call, x.shape, None if again is None else again.function
+            if again is not None:
+                ctx.save_for_backward(operand.shared_scale, *again.inputs)
+            elif keeps_part:
+                part = operand.t if linear.parallelism.casts_columns(operand.format) else operand
+                ctx.save_for_backward(part.scale, part.payload)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        siblings.withdraw()
-        (scale, *kept), linear = ctx.saved_tensors, ctx.linear
-        needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
-        format = linear.quantizers.input.format
-        x_t = None
-        if needs_grad_weight and ctx.function is None:
-            x_t = Quantized(kept[0], None, scale, format)
-        elif needs_grad_weight:
-            x_t = cast_again(Recomputation(ctx.function, tuple(kept)), scale, format)
-        grad_input, grad_weight, grad_bias = local.backward(grad_output, x_t, linear, needs_grad_input=needs_grad_input)
-        return grad_input, grad_weight, delivered(grad_bias, linear.bias), None
+        linear: LinearParams = ctx.call.linear
+        needs_grad_input, needs_grad_weight, _, needs_grad_addend, _ = ctx.needs_input_grad
+        if linear.sharing is not None:
+            shared_cast.withdraw()
+        scale, *kept = ctx.saved_tensors if needs_grad_weight else (None,)
+        if linear.scales_grad_rows:
+            x = kept[0] if kept else None
+            grads = row_scaled.backward(grad_output, x, linear, needs_grad_input=needs_grad_input)
+        else:
+            part = partial(_part_of_input, kept, scale, ctx.function, linear) if needs_grad_weight else None
+            grads = linear_backward(grad_output, part, linear, needs_grad_input=needs_grad_input)
+        grad_input, grad_weight, grad_bias = grads
+        if grad_input is not None:
+            grad_input = with_leading(grad_input, ctx.input_shape[:-1])
+        grad_addend = grad_output if needs_grad_addend else None
+        return grad_input, grad_weight, delivered(grad_bias, linear.bias), grad_addend, None
 
 
-def _recomputation_of(x: Tensor, linear: LinearParams) -> Recomputation | None:
-    """How backward makes the input of `linear` again; None: the columns are kept. A layer with followers keeps them for
-    all.
-    """
-    if linear.recomputations is None or siblings.has_followers(linear):
+def _rows(x: Tensor, linear: LinearParams, format: Format) -> Tensor:
+    """`x` [..., K] as a matrix; with rows of padding up to what GEMMs take if its rows are not parts of ranks'."""
+    return as_matrix(x if linear.parallelism.group is not None else as_whole_rows(x, format.size_multiple))
+
+
+def _recomputation(x: Tensor, call: _Call) -> Recomputation | None:
+    """How backward makes the input again; None: the columns are kept. A layer with followers keeps them for all."""
+    linear = call.linear
+    if call.keeps_input:
+        return Recomputation(_same, (x,))
+    if linear.recomputations is None or shared_cast.has_followers(linear):
         return None
     return linear.recomputations.of(x)
 
 
-def _local_forward(x: Tensor, call: _Call, keeps_columns: bool) -> tuple[Tensor, Quantized]:
-    """The output [..., N], and the input in FP8, with its columns if `keeps_columns`, and with rows of padding.
-
-    A cast that a sibling has made of `x` is taken (`siblings`).
-    """
-    linear, dtype = call.linear, call.dtype
-    if not call.has_backward:
-        return local.forward(x, linear, dtype, keeps_columns=False)
-    offer = siblings.found(x, linear)
-    operand = None if offer is None else offer.take(linear, needs_columns=keeps_columns)
-    if operand is not None:
-        return local.forward_of_cast(operand, linear, dtype, x.shape), operand
-    offers = offer is None and siblings.can_offer(x, linear)
-    keeps_rows = offers and siblings.has_followers(linear)
-    y, operand = local.forward(x, linear, dtype, keeps_columns=keeps_columns, keeps_rows=keeps_rows)
-    siblings.has_cast(linear)
-    if offers:
-        siblings.offer(x, linear, operand if keeps_rows else None)
-    return y, operand
+def _part_of_input(
+    kept: Sequence[Tensor], scale: Tensor | None, function: Callable[..., Tensor] | None, linear: LinearParams
+) -> Quantized:
+    """What `linear_backward` takes: what forward has kept, or the cast of ``function(*kept)``, of the same bits."""
+    format = linear.quantizers.input.format
+    is_columns = linear.parallelism.casts_columns(format)
+    if function is not None:
+        rows = _rows(function(*kept), linear, format)
+        return TensorSource(rows, rowwise=not is_columns, transposed=is_columns).quantize(format, scale)
+    assert scale is not None
+    return Quantized(None, kept[0], scale, format) if is_columns else Quantized(kept[0], None, scale, format)
 
 
-class _FP8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: ScaledTensor,
-        bias: Tensor | None,
-        addend: Tensor | None,
-        call: _Call,
-    ) -> Tensor:
-        linear, dtype, keeps_input, has_backward = call
-        quantizer, parallelism = linear.quantizers.input, linear.parallelism
-        keeps_columns = parallelism.casts_columns(quantizer.format)
-        keeps_operand = has_backward and ctx.needs_input_grad[1]
-        source = TensorSource(as_matrix(x), True, keeps_operand and keeps_columns and not keeps_input)
-        operand = quantizer.quantize(source, sync=parallelism.sync)
-        y = fprop(parallelism.gather(operand), linear, dtype, addend)
-        if has_backward:
-            if not keeps_operand:
-                ctx.save_for_backward(None, None)
-            elif keeps_input:
-                ctx.save_for_backward(x, operand.shared_scale)
-            else:
-                kept = operand.t if keeps_columns else operand
-                ctx.save_for_backward(kept.payload, kept.scale)
-            ctx.call, ctx.input_shape, ctx.keeps_columns = call, x.shape, keeps_columns
-        return y if x.ndim == 2 else y.view(-1, *x.shape[1:-1], y.shape[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved, scale = ctx.saved_tensors
-        call, keeps_columns = ctx.call, ctx.keeps_columns
-        linear = call.linear
-        needs_grad_input, needs_grad_weight, _, needs_grad_addend, _ = ctx.needs_input_grad
-        format = linear.quantizers.input.format
-
-        def part_of_input() -> Quantized:
-            if call.keeps_input:
-                source = TensorSource(as_matrix(saved), rowwise=not keeps_columns, transposed=keeps_columns)
-                return source.quantize(format, scale)
-            return Quantized(None, saved, scale, format) if keeps_columns else Quantized(saved, None, scale, format)
-
-        grad_input = grad_weight = None
-        columns = linear.parallelism.gather_columns(part_of_input) if needs_grad_weight else None
-        g, grad_bias = linear.cast_grad(grad_output, transposed=needs_grad_weight)
-        pending = start_dgrad(g, linear, grad_output.dtype) if needs_grad_input else None
-        if columns is not None:
-            grad_weight = wgrad(g, columns(), linear, grad_output.dtype)
-        grad_bias = delivered(grad_bias, linear.bias)
-        grad_addend = grad_output if needs_grad_addend else None
-        if pending is not None:
-            grad_input = pending.wait().view(*ctx.input_shape)
-        return grad_input, grad_weight, grad_bias, grad_addend, None
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -98,7 +98,7 @@ def fp8_norm_head_logits(
         rows, _ = quantized_norm(x, norm, quantizers.input, parallelism)
         operand = rows.whole()
         parts = [_logits(operand, part, quantizers, x.dtype)[0] for part in _parts(weight)]
-        return torch.cat(parts, dim=1).view(*parallelism.gathered_shape(x.shape[:-1]), weight.shape[0])
+        return torch.cat(parts, dim=1).view(*parallelism.output_leading(x.shape[:-1]), weight.shape[0])
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from .gemms import LinearParams
 from .linear import fp8_linear
 from .operands import as_rows
 from .recomputed import Recomputations
-from .row_scaled import row_scaled_linear
-from .siblings import InputSharing
+from .shared_cast import InputSharing
 
 #: What to do instead of torch's tensor parallelism.
 NO_TENSOR_PARALLELISM = (
@@ -274,9 +273,8 @@ class FP8Linear(torch.nn.Linear):
                 self.quantizers_now,
                 sharing=self.sharing,
                 recomputations=self.recomputations,
+                scales_grad_rows=self.scales_grad_rows,
             )
-            if self.scales_grad_rows:
-                return row_scaled_linear(x, linear, dtype)
             return fp8_linear(x, linear, dtype=dtype)
         self._check_not_exported()
         if self.recomputations is not None:

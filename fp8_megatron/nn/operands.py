@@ -65,12 +65,12 @@ def as_whole_rows(x: Tensor, multiple: int) -> Tensor:
     return x if rows and rows % multiple == 0 and x.is_contiguous() else as_rows(x, multiple)
 
 
-def without_padding(y: Tensor, shape: torch.Size) -> Tensor:
-    """A new matrix [T, N] becomes [..., N], as an input of `shape` [..., K], without the rows that `as_rows` added.
+def with_leading(y: Tensor, leading: torch.Size) -> Tensor:
+    """A new matrix [T, N] becomes [*leading, N], without the rows that `as_rows` added.
 
     It is no view, because autograd forbids to write to a view that a function returns (``y += residual``).
     """
-    return y if y.shape[:-1] == shape[:-1] else y.resize_(*shape[:-1], y.shape[1])
+    return y if y.shape[:-1] == leading else y.resize_(*leading, y.shape[1])
 
 
 def delivered(grad: Tensor | None, param: Tensor | None) -> Tensor | None:

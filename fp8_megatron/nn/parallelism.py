@@ -85,7 +85,7 @@ class Local:
         """
         return lambda: cast().t
 
-    def gathered_shape(self, leading: torch.Size) -> torch.Size:
+    def output_leading(self, leading: torch.Size) -> torch.Size:
         """The output's leading dimensions, given the input's."""
         return leading
 
@@ -150,7 +150,7 @@ class SequenceColumn(Local):
     def gather_columns(self, cast: Callable[[], Quantized]) -> Callable[[], Quantized]:
         return gather_operand(cast(), self.group).columns
 
-    def gathered_shape(self, leading: torch.Size) -> torch.Size:
+    def output_leading(self, leading: torch.Size) -> torch.Size:
         return torch.Size((leading[0] * self.group.size(), *leading[1:]))
 
     def start_grad_sum(self, grad_input: Summand) -> RowSum:
@@ -166,6 +166,9 @@ class SequenceRow(Local):
     def __init__(self, group: Group) -> None:
         self.group = group
         self._grad_sync = partial(max_over_group_, group=group)
+
+    def output_leading(self, leading: torch.Size) -> torch.Size:
+        return torch.Size((leading[0] // self.group.size(), *leading[1:]))
 
     def sum(self, output: Summand, addend: Tensor | None = None) -> Tensor:
         if addend is not None:

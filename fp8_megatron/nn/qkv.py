@@ -73,7 +73,7 @@ class _FP8NormQKV(torch.autograd.Function):
         if needs_backward:
             ctx.save_for_backward(x, *statistics, None if qk_norm is None else y)
             ctx.norm, ctx.qkv, ctx.rotation, ctx.qk_norm = norm, qkv, rotation, qk_norm
-        y = y.view(*qkv.parallelism.gathered_shape(x.shape[:-1]), -1)
+        y = y.view(*qkv.parallelism.output_leading(x.shape[:-1]), -1)
         if qk_norm is not None:
             assert rotation is not None
             return *normed_parts(y, rotation, qk_norm, widths), x

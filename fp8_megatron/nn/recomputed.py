@@ -15,10 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..quantization.operand import Format, Quantized
-from ..quantization.sources import TensorSource
-from .operands import as_rows
-
 
 class Recomputation(NamedTuple):
     """How an activation was made: ``function(*inputs)``."""
@@ -52,16 +48,6 @@ class Recomputations:
             return None
         self.were_found = True
         return Recomputation(function, tuple(kept.detach() for kept in inputs))
-
-
-def cast_again(made: Recomputation, scale: Tensor | None, format: Format) -> Quantized:
-    """The columns [K, T] of the activation in FP8, as operand of their own.
-
-    Args:
-        scale: of the first cast, FP32 [1]; None: the values give it.
-    """
-    x = as_rows(made.function(*made.inputs), format.size_multiple)
-    return TensorSource(x, rowwise=False, transposed=True).quantize(format, scale).t
 
 
 def _gelu(node: Any) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""The FP8 linear layer whose output's gradient has a scale for each row: for a language model's head.
+"""Backward of an FP8 linear layer whose output's gradient has a scale for each row: a language model's head.
 
 The gradient of a token's logits is g · (p − onehot). Most of its power is in the label's element, −g · (1 − p), which
 is close to −g in most tokens. With one scale for all tokens E5M2 rounds all of these to −g: an error of one sign, about
@@ -14,49 +14,28 @@ Rounding to nearest makes the other elements 0.28% too small in the mean (`nn.lm
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..kernels import ops
 from ..quantization.operand import Quantized, multiply
 from ..quantization.sources import TensorSource
-from . import local
-from .first_order import once_differentiable
-from .gemms import LinearParams, deliver_wgrad, note_forward
-from .operands import as_matrix, as_whole_rows, delivered, without_padding
-
-
-def row_scaled_linear(x: Tensor, linear: LinearParams, dtype: torch.dtype) -> Tensor:
-    """y = x·Wᵀ + b in FP8, as `linear.fp8_linear` of a layer that ranks do not share. Backward keeps `x` itself.
-
-    Args:
-        x: any float dtype [..., K].
-        linear: its formats have one scale for a tensor.
-        dtype: of the output [..., N] and of the GEMMs in backward, BF16 or FP16.
-    """
-    has_backward = torch.is_grad_enabled()
-    if has_backward:
-        note_forward(linear)
-    return _RowScaledLinear.apply(x, linear.weight, linear.bias, linear, dtype, has_backward)
-
-
-def forward(x: Tensor, linear: LinearParams, dtype: torch.dtype) -> Tensor:
-    """The output [..., N]."""
-    return local.forward(x, linear, dtype, keeps_columns=False)[0]
+from .gemms import LinearParams, deliver_wgrad
+from .operands import as_matrix, as_whole_rows
 
 
 def backward(
     grad_output: Tensor, x: Tensor | None, linear: LinearParams, *, needs_grad_input: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the input [..., K]; of the weight [N, K] if it has no `main_grad`; of the bias, FP32 [N].
+    """Gradients as `linear.linear_backward` has them: of the input [T, K], with rows of padding; of the weight; of the
+    bias.
 
     Args:
         grad_output: [..., N].
+        linear: ranks do not share it, and its formats have one scale for a tensor.
         x: the input [..., K]; None: nobody needs the weight's gradient.
     """
-    shape, dtype, format = grad_output.shape, grad_output.dtype, linear.quantizers.grad_output.format
+    dtype, format = grad_output.dtype, linear.quantizers.grad_output.format
     grad = as_matrix(as_whole_rows(grad_output, format.size_multiple))
     amaxes = torch.linalg.vector_norm(grad, float("inf"), dim=1, keepdim=True)  # values of `grad`: dtype holds them
     if linear.quantizers.grad_output.history is not None:  # which says where a step's first bad value was
@@ -65,7 +44,7 @@ def backward(
     grad_input = grad_weight = None
     if needs_grad_input:
         product = multiply(g, linear.weight.transposed_gemm_operand(linear.quantizers.weight), dtype)
-        grad_input = without_padding(product.mul_(amaxes), shape)
+        grad_input = product.mul_(amaxes)
     if x is not None:
         # Rows without a gradient, as of ignored labels, are zeros: they do not raise the amax.
         rows = as_matrix(as_whole_rows(x, format.size_multiple)) * amaxes.float()
@@ -82,28 +61,3 @@ def _cast(rows: Tensor, linear: LinearParams, *, transposed: bool) -> Quantized:
     made = source.quantize(format, rows.new_full((1,), ops.PAYLOAD_SCALE * ops.KEPT, dtype=torch.float32))
     scale = rows.new_full((1,), ops.PAYLOAD_SCALE, dtype=torch.float32)
     return Quantized(made.payload, made.payload_t if transposed else None, scale, format)
-
-
-class _RowScaledLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        linear: LinearParams,
-        dtype: torch.dtype,
-        has_backward: bool,
-    ) -> Tensor:
-        if has_backward:
-            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-            ctx.linear = linear
-        return forward(x, linear, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), linear = ctx.saved_tensors, ctx.linear
-        grads = backward(grad_output, x, linear, needs_grad_input=ctx.needs_input_grad[0])
-        grad_input, grad_weight, grad_bias = grads
-        return grad_input, grad_weight, delivered(grad_bias, linear.bias), *[None] * 3

@@ -7,16 +7,18 @@ put together of the parts, and delivered once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..quantization.operand import Quantized
-from . import local
 from .first_order import once_differentiable
 from .gemms import LinearParams, delivered_wgrad, note_forward
-from .operands import delivered
+from .linear import linear_backward, linear_forward
+from .operands import delivered, with_leading
+from .parallelism import LOCAL
 
 
 def fp8_split_linear(
@@ -33,7 +35,10 @@ def fp8_split_linear(
     Returns:
         [..., N_i] in `dtype`.
     """
-    assert local.is_local(linear) and sum(sizes) == linear.weight.shape[0], (linear, sizes)
+    assert linear.parallelism is LOCAL and linear.links is None and sum(sizes) == linear.weight.shape[0], (
+        linear,
+        sizes,
+    )
     call = _Call(linear, tuple(sizes), dtype, torch.is_grad_enabled())
     if call.has_backward:
         note_forward(linear)
@@ -66,7 +71,7 @@ class _SplitLinear(torch.autograd.Function):
         keeps_columns = call.has_backward and ctx.needs_input_grad[0]
         outputs, kept = [], []
         for x, part in zip(inputs, call.parts(), strict=True):
-            y, operand = local.forward(x, part, call.dtype, keeps_columns=keeps_columns)
+            y, operand = linear_forward(x, part, call.dtype, keeps_columns=keeps_columns)
             outputs.append(y)
             if keeps_columns:
                 kept += [operand.t.payload, operand.t.scale]
@@ -83,13 +88,13 @@ class _SplitLinear(torch.autograd.Function):
         needs_grad_weight, _, _, *needs_grad_inputs = ctx.needs_input_grad
         grad_inputs, grad_weights, grad_biases = [], [], []
         for index, part in enumerate(call.parts()):
-            x_t = None
+            made = None
             if needs_grad_weight:
                 columns, scale = kept[2 * index : 2 * index + 2]
-                x_t = Quantized(columns, None, scale, linear.quantizers.input.format)
-            g = grad_outputs[index].contiguous()
-            grad_input, grad_weight, grad_bias = local.backward(g, x_t, part, needs_grad_input=needs_grad_inputs[index])
-            grad_inputs.append(grad_input)
+                made = partial(Quantized, None, columns, scale, linear.quantizers.input.format)
+            g, needs_grad = grad_outputs[index].contiguous(), needs_grad_inputs[index]
+            grad_input, grad_weight, grad_bias = linear_backward(g, made, part, needs_grad_input=needs_grad)
+            grad_inputs.append(None if grad_input is None else with_leading(grad_input, g.shape[:-1]))
             grad_weights += [] if grad_weight is None else [grad_weight]
             grad_biases += [] if grad_bias is None else [grad_bias]
         whole_weight = delivered_wgrad(torch.cat(grad_weights), linear) if grad_weights else None

@@ -26,20 +26,6 @@ class DelayedGradScale(NamedTuple):
     slot: int
 
 
-class GradPlace(NamedTuple):
-    """Where a weight's gradient is written.
-
-    Attributes:
-        payload: FP8, flat and with padding; or [N, K] in 16 or 32 bits.
-        scales: of the FP8 payload, one for each `GRAD_BLOCK` elements; None for a wide payload.
-        adds: the wide payload holds the sum of earlier gradients, to which this one is added.
-    """
-
-    payload: Tensor
-    scales: Tensor | None
-    adds: bool = False
-
-
 class WeightGrad(NamedTuple):
     """grad_weight [N, K] = gᵀ·x of one micro-batch, computed on demand. Compute it only once.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..dtypes import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
-from ..quantization.weight_grad import GradPlace, WeightGrad
+from ..quantization.weight_grad import WeightGrad
 from .grad_buffer import GradBuffer, LocalGradBuffer
 from .partition import ParamSpace, Slot
 from .storage import MAX_BF16_MICRO_BATCHES
@@ -150,22 +150,6 @@ class GrowingGradBuffer(LocalGradBuffer):
 
     def fits(self, num_gradients: int) -> bool:
         return num_gradients <= self.most_gradients or storage_of_sum(num_gradients) is self.dtype
-
-    def place_of_next(self, slot: Slot, *, is_first: bool) -> GradPlace | None:
-        """Where the next gradient of `slot` is written, which has memory after `mark`; None: the storage has to become
-        wider before, or underflow is measured.
-
-        Args:
-            is_first: what is stored does not count.
-        """
-        count = 0 if is_first else self.count(slot)
-        if self.scales is None:
-            if not self.fits(count + 1):
-                return None
-            return GradPlace(self._flat[slot.offset].view(slot.param.shape), None, adds=count > 0)
-        if count or self.underflow is not None:
-            return None
-        return GradPlace(*self._padded[slot.offset])
 
     def _takes(self, slot: Slot, grad: WeightGrad) -> bool:
         return self.scales is None or (grad.writes_fp8 and slot.offset not in self._written)

@@ -164,12 +164,3 @@ def test_a_recorded_step_keeps_addresses() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert buffer.addresses == addresses and all(addresses)
-
-
-def test_a_first_gradient_in_a_list_has_memory() -> None:
-    """The place that `take_place` gives."""
-    model, _, buffer = build()
-    place = model[0].weight.main_grad.take_place()
-    assert place is not None and place.payload.numel() == WIDTH * WIDTH
-    assert place.payload.untyped_storage().nbytes() == SECTION and buffer.nbytes == SECTION
-    assert model[0].weight.main_grad.take_place() is None, "a second gradient makes the storage wider"

@@ -59,24 +59,11 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     attention = ops.AttentionInputs(*heads, scale, scale, scale)
     written = ops.AttentionGradCasts(*(ops.WrittenCast(one, one, torch.zeros(1)) for _ in range(4)))
     of_heads, log_sums = torch.randn(64, 2, 4, 128), 5 * torch.ones(2, 4, 64)
-    stored_fp8 = ops.StoredWeight(_fp8(K, T), one, None)
-    stored_fp16 = ops.StoredWeight(stored.payload.view(K, T), stored.scales, one)
     return {
         "amax": [(x,)],
-        "cast_vector": [(vector, torch.bfloat16), (weight, torch.float16)],
         "quantize_current": [(x, E4M3, False, True, True), (x, E5M2, True, False, True)],
         "quantize_with_scale": [(x, scale, E4M3, True, True, amax), (x, scale, E5M2, True, False, None)],
         "quantize_grad_output": [(x, E5M2, None, True, None, True), (x, E5M2, scale, False, amax, False)],
-        "quantize_layer_input": [
-            (x, stored_fp16, vector, E4M3, torch.bfloat16, None, False, None, True),
-            (x, stored_fp8, None, E4M3, torch.bfloat16, scale, True, amax, False),
-        ],
-        "quantize_layer_grad": [
-            (x, stored_fp8, E5M2, None, True, None, True, True),
-            (x, stored_fp16, E5M2, scale, False, amax, False, False),
-        ],
-        "sum_partial_sums": [(torch.randn(3, K),)],
-        "quantize_blockwise_and_sum_": [(x.view(-1), *_flat(E4M3, 128), torch.randn(3, K))],
         "quantize_qkv_grad": [(qkv, E5M2, None, False, None, True), (qkv, E5M2, scale, False, amax, False)],
         "transpose": [(_fp8(T, K),)],
         "rotate_qk_": [(torch.randn(T, 128).bfloat16(), one_rotation, 2) for one_rotation in rotations],

@@ -20,9 +20,8 @@ from fp8_megatron.errors import UserError
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.linear import fp8_linear
-from fp8_megatron.nn.parallelism import LOCAL, Local
 from fp8_megatron.quantization.amax_history import AmaxHistory
-from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe, RecipeName
+from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
@@ -106,40 +105,6 @@ def test_forward_and_gradients_against_float64(fp16_weight: bool) -> None:
     assert snr_db(grad_weight, g.view(-1, OUT).t() @ x.view(-1, IN)) > E5M2_E4M3_DB
     assert snr_db(p.bias.grad, g.view(-1, OUT).sum(dim=0)) > BF16_DB
     assert p.weight.grad is None
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-@pytest.mark.parametrize("shape", [(SIZE_M, SIZE_K), (4, SIZE_M // 4, SIZE_K), (2, 2, SIZE_M // 4, SIZE_K)])
-@pytest.mark.parametrize("frozen", ["nothing", "weight", "input"])
-def test_a_layer_without_links_has_the_bits_of_one_with_links(
-    recipe: RecipeName, shape: tuple[int, ...], frozen: str
-) -> None:
-    """Layers that nothing links to others take straight calls (`nn.local`), others those around collectives."""
-    found = []
-    for parallelism in (LOCAL, Local()):
-        generator = torch.Generator().manual_seed(3)
-        history = AmaxHistory(4, "max", power_of_two=False) if recipe == "delayed" else None
-        quantizers = Recipe(recipe, False, history).linear_quantizers()
-        if history is not None:
-            history.allocate(torch.device("cpu"))
-        x = torch.randn(*shape, generator=generator).bfloat16().requires_grad_(frozen != "input")
-        weight = ScaledTensor.quantize(torch.randn(SIZE_K, SIZE_K, generator=generator))
-        weight.requires_grad_(frozen != "weight")
-        main_grad = RecordingMainGrad()
-        weight.main_grad = main_grad  # type: ignore[attr-defined]
-        bias = torch.randn(SIZE_K, generator=generator).requires_grad_()
-        cotangent = torch.randn(*shape, generator=generator).bfloat16()
-        for _ in range(2):  # delayed scales are known after a step
-            y = fp8_linear(x, LinearParams(weight, bias, quantizers, parallelism))
-            y.backward(cotangent)
-            if history is not None:
-                history.update(None)
-        assert y.shape == shape and (x.grad is None or x.grad.shape == shape)
-        found.append([y, x.grad, bias.grad, *main_grad.grads])
-    ours, others = found
-    assert len(ours) == len(others) == (3 if frozen == "weight" else 5)
-    for one, other in zip(ours, others, strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)
 
 
 def test_a_second_derivative_is_an_error() -> None:

@@ -77,13 +77,22 @@ def trained(activation: Callable[[Tensor], Tensor], recipe: Any, *, recomputes: 
 
 def count_recomputations(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The activations that later backward passes make."""
-    made = []
+    made: list[Tensor] = []
 
-    def counted(recomputation: recomputed.Recomputation, *others: Any) -> Any:
-        made.append(recomputation.inputs[0])
-        return recomputed.cast_again(recomputation, *others)
+    find = recomputed.Recomputations.of
 
-    monkeypatch.setattr("fp8_megatron.nn.linear.cast_again", counted)
+    def counted(self: recomputed.Recomputations, x: Tensor) -> recomputed.Recomputation | None:
+        found = find(self, x)
+        if found is None:
+            return None
+
+        def function(*inputs: Tensor) -> Tensor:
+            made.append(inputs[0])
+            return found.function(*inputs)
+
+        return recomputed.Recomputation(function, found.inputs)
+
+    monkeypatch.setattr(recomputed.Recomputations, "of", counted)
     return made
 
 

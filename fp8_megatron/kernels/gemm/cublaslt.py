@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ...dtypes import E4M3, E5M2
-from .. import launch_list
 from .algorithm_choice import fastest
 
 _COMPUTE_32F = 68
@@ -64,15 +63,6 @@ class _Heuristic(ctypes.Structure):
         ("waves", ctypes.c_float),
         ("reserved", ctypes.c_int * 4),
     ]
-
-
-def addresses() -> tuple[int, int]:
-    """Those of ``cublasLtMatmul`` and ``cublasLtMatmulDescSetAttribute``."""
-    library = _loaded()
-    functions = (library.cublasLtMatmul, library.cublasLtMatmulDescSetAttribute)
-    matmul, set_attribute = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-    assert matmul is not None and set_attribute is not None
-    return matmul, set_attribute
 
 
 def is_available() -> bool:
@@ -153,9 +143,6 @@ def matmul(
         if plan.awaits_timing and addend_pointer != out_pointer:
             plan.time_algorithms((a_pointer, b_pointer, addend_pointer, out_pointer), out, addend)
         plan.run(a_pointer, b_pointer, addend_pointer, out_pointer)
-    if launch_list.running is not None:
-        vectors = (scale_b, scale_a, bias, inverse, amax)
-        _record(_Problem(*problem), (b_pointer, a_pointer, addend_pointer, out_pointer), vectors)
 
 
 @dataclass(frozen=True)
@@ -259,25 +246,6 @@ class _Plan:
         if status:
             _check(status, self.problem)
 
-    def listed(self, operands: tuple[int, ...], pointers: Sequence[tuple[int, int]]) -> Callable[[Any], None]:
-        """What adds this problem to a launch list, which sets the addresses of this plan from then on.
-
-        Args:
-            operands: slots of cuBLASLt's A, B, C and D.
-            pointers: of `_POINTERS` those that the problem has, each with its slot.
-        """
-        arguments = (
-            self._handle.value or 0,
-            self._descriptor.value or 0,
-            tuple(layout.value or 0 for layout in self._layouts),
-            float(self.problem.has_addend),
-            bytes(self._algorithm()),
-            _WORKSPACE_BYTES,
-            operands,
-            tuple((_POINTERS[index], slot) for index, slot in pointers),
-        )
-        return lambda launches: launches.add_matmul(*arguments)
-
     def _prepare_launch(self, algorithm: _Algorithm) -> Callable[[], int]:
         layout_b, layout_a, layout_c, layout_out = self._layouts
         one, factor_of_addend = ctypes.c_float(1.0), ctypes.c_float(float(self.problem.has_addend))
@@ -364,29 +332,6 @@ class _Plan:
         if num_found.value == 0:
             raise RuntimeError(f"cuBLASLt has no algorithm for {self.problem}")
         return [one.algorithm for one in found[: num_found.value] if not one.state]
-
-
-def _record(problem: _Problem, operands: tuple[int, ...], vectors: Sequence[Tensor | None]) -> None:
-    """Put a GEMM in the list that is made, with descriptors of its own: no lock guards a list's.
-
-    Args:
-        operands: addresses of cuBLASLt's A, B, C and D.
-        vectors: those whose addresses are `_POINTERS`.
-    """
-    recording = launch_list.recording()
-    if recording is None:
-        return
-    if problem.alignment < launch_list.MATMUL_ALIGNMENT:
-        recording.fail(f"{problem} has operands at {problem.alignment} bytes")
-        return
-    plan = _Plan(problem)
-    pointers = []
-    for index, vector in enumerate(vectors):
-        if vector is not None:
-            plan.point_at(index, vector)
-            pointers.append((index, recording.slot(vector.data_ptr(), launch_list.KERNEL_ALIGNMENT)))
-    slots = tuple(recording.slot(address, launch_list.MATMUL_ALIGNMENT) for address in operands)
-    recording.add(plan.listed(slots, pointers), plan)
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}

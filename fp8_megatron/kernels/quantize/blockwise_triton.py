@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -57,13 +56,14 @@ def block_scale(bits, FP_MAX_BITS: tl.constexpr):
     return tl.where(finite, scale, 0x7FC00000).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 
+@Launcher
 @triton.jit
-def cast_blocks(
-    x, payload, scales, tile, n, num_blocks,
+def _quantize_blocks(
+    x, payload, scales, n, num_blocks,
     FP_MAX_BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS blocks of BLOCK elements."""
-    first = tl.cast(tile, tl.int64) * ROWS
+    """ROWS blocks of BLOCK elements a program."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
     rows = tl.arange(0, ROWS)[:, None]
     offsets = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = None
@@ -83,15 +83,6 @@ def cast_blocks(
         encoded = (value.to(tl.float32) * inverse).to(payload.dtype.element_ty)
     tl.store(scales + first + rows, scale, mask=mask)
     tl.store(payload + first * BLOCK + offsets, encoded, mask=mask)
-
-
-@Launcher
-@triton.jit
-def _quantize_blocks(
-    x, payload, scales, n, num_blocks,
-    FP_MAX_BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    cast_blocks(x, payload, scales, tl.program_id(0), n, num_blocks, FP_MAX_BITS, ROWS, BLOCK, EVEN)
 
 
 @Launcher
@@ -173,41 +164,14 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
 
 @lru_cache(maxsize=MOST_SHAPES)
 def _blocks_launch(n: int, numel: int, num_blocks: int, dtype: torch.dtype) -> PreparedLaunch:
-    cast = block_cast(n, numel, num_blocks, dtype)
+    block = block_of_sizes(numel, num_blocks)
+    rows = _TILE // block
     return _quantize_blocks.prepared(
-        (cast.num_programs,),
-        *(n, num_blocks, cast.fp_max_bits, cast.rows, cast.block, cast.is_even),
+        (cdiv(num_blocks, rows),),
+        *(n, num_blocks, FP_MAX_BITS.get(dtype, 0), rows, block, num_blocks % rows == 0 and n == numel),
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )
-
-
-class BlockCast(NamedTuple):
-    """What `cast_blocks` takes for `n` values and `num_blocks` blocks, `rows` of them a program."""
-
-    n: int
-    num_blocks: int
-    fp_max_bits: int
-    rows: int
-    block: int
-    is_even: bool
-
-    @property
-    def num_programs(self) -> int:
-        return cdiv(self.num_blocks, self.rows)
-
-
-@lru_cache(maxsize=MOST_SHAPES)
-def block_cast(n: int, numel: int, num_blocks: int, dtype: torch.dtype) -> BlockCast:
-    """Of `n` values to a payload of `numel`.
-
-    Raises:
-        ValueError: see `block_of_sizes`.
-    """
-    block = block_of_sizes(numel, num_blocks)
-    rows = _TILE // block
-    is_even = num_blocks % rows == 0 and n == numel
-    return BlockCast(n, num_blocks, FP_MAX_BITS.get(dtype, 0), rows, block, is_even)
 
 
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from ...dtypes import MAX_FINITE
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
 from ..memory import empty
 from ..sizes import cdiv
-from .layer import SUM_ROWS
 from .triton import (
     MAX_PARTIALS,
     add_cast,
@@ -42,7 +41,7 @@ from .triton import (
     take_scale,
 )
 
-_TILE_M = SUM_ROWS
+_TILE_M = 128
 _TILE_K = 64
 _NUM_WARPS = 4
 
@@ -129,26 +128,6 @@ def quantize_grad_output(
     taken = room_for_scale(current, x.device)
     used = taken if scale is None else scale
     partials, num_partials = partial_amaxes(x) if current else (used, 0)
-    payload, payload_t, sums = cast_matrix(
-        x, used, partials, num_partials, dtype, current, power_of_two, amax_out, transposed
-    )
-    return payload, payload_t, sum_of_blocks(sums), taken
-
-
-def cast_matrix(
-    x: Tensor,
-    scale: Tensor,
-    partials: Tensor,
-    num_partials: int,
-    dtype: torch.dtype,
-    current: bool,
-    power_of_two: bool,
-    amax_out: Tensor | None,
-    transposed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The last pass of `quantize_grad_output` over contiguous `x` [M, K]: payload, its transpose, and the sums of every
-    `SUM_ROWS` rows, FP32 [⌈M / SUM_ROWS⌉, K].
-    """
     # As `_quantize_grads` of one gradient; what that needs for three would take the host as long as two launches.
     T, width = x.shape
     device = x.device
@@ -158,8 +137,8 @@ def cast_matrix(
     launch = _matrix_launch(
         T, width, num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), transposed
     )
-    launch(x, payload, payload_t, scale, partials, scale if amax_out is None else amax_out, sums)
-    return payload, payload_t, sums
+    launch(x, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums)
+    return payload, payload_t, sum_of_blocks(sums), taken
 
 
 @lru_cache(maxsize=MOST_SHAPES)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...dtypes import CLAMPED_ABOVE
 from ..reference import amax, encode, scale_from_amax
 from ..registration import operator
-from ..shapes import fp32, layouts, payload_like, taken_scale
+from ..shapes import fp32, layouts, taken_scale
 
 
 def record_(record: Tensor, x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
@@ -112,12 +112,6 @@ def quantize_grad_output(
 def transpose(payload: Tensor) -> Tensor:
     """[M, K] FP8 bytes → contiguous [K, M]."""
     return payload.t().contiguous()
-
-
-@operator(gpu=".vector_triton", fake=lambda a: payload_like(a.vector, a.vector.shape, a.dtype))
-def cast_vector(vector: Tensor, dtype: torch.dtype) -> Tensor:
-    """A vector [n] of 16 or 32 bits in another such dtype, rounded to nearest even."""
-    return vector.to(dtype, copy=True)
 
 
 def quantize_with_or_without_scale(

@@ -29,12 +29,12 @@ from ..sizes import cdiv
 # Programs of the amax pass. They are few enough that each program of the cast can reduce all of their results again
 # (4 KiB from L2), which saves a third launch. 1024 programs of 256 threads are one wave on 132 multiprocessors.
 MAX_PARTIALS = 1024
-AMAX_TILE = 8192
+_AMAX_TILE = 8192
 _CAST_TILE = 8192
 TILE_M = 128
 TILE_K = 128
-NUM_WARPS = 8
-SUM_ROWS_AT_ONCE = 32
+_NUM_WARPS = 8
+_SUM_ROWS_AT_ONCE = 32
 SUM_COLUMNS = 32
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -94,24 +94,19 @@ def encode(x, inverse, FP_MAX: tl.constexpr, dtype: tl.constexpr):
         return tl.clamp(scaled, -FP_MAX, FP_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
+@Launcher
 @triton.jit
-def amax_of_part(x, partials, n, part, num_parts, TILE: tl.constexpr, EVEN: tl.constexpr):
-    """Part `part` of `num_parts`: its tiles lie a number of tiles apart."""
+def _partial_amax(x, partials, n, TILE: tl.constexpr, EVEN: tl.constexpr):
+    part = tl.program_id(0)
     offsets = tl.arange(0, TILE)
     bits = tl.zeros([TILE], tl.int32)
-    for start in range(tl.cast(part, tl.int64) * TILE, n, num_parts * TILE):
+    for start in range(part.to(tl.int64) * TILE, n, tl.num_programs(0) * TILE):
         if EVEN:
             value = tl.load(x + start + offsets)
         else:
             value = tl.load(x + start + offsets, mask=start + offsets < n, other=0.0)
         bits = tl.maximum(bits, magnitude_bits(value))
     tl.store(partials + part, tl.max(bits, axis=0))
-
-
-@Launcher
-@triton.jit
-def _partial_amax(x, partials, n, TILE: tl.constexpr, EVEN: tl.constexpr):
-    amax_of_part(x, partials, n, tl.program_id(0), tl.num_programs(0), TILE, EVEN)
 
 
 @triton.jit
@@ -346,12 +341,12 @@ def _quantize_tiles(
                 add_cast(amax_out, M, K)
 
 
+@Launcher
 @triton.jit
-def transpose_tile(payload, payload_t, tile, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """One tile of FP8 [M, K] → [K, M]."""
+def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     tiles_k = tl.cdiv(K, TILE_K)
-    m0 = tile // tiles_k * TILE_M
-    k0 = tile % tiles_k * TILE_K
+    m0 = tl.program_id(0) // tiles_k * TILE_M
+    k0 = tl.program_id(0) % tiles_k * TILE_K
     rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
     columns = k0 + tl.arange(0, TILE_K)[None, :]
     offsets = rows.to(tl.int64) * K + columns
@@ -361,12 +356,6 @@ def transpose_tile(payload, payload_t, tile, M, K, TILE_M: tl.constexpr, TILE_K:
     q2 = tl.load(payload + offsets + 2 * K, mask=mask)
     q3 = tl.load(payload + offsets + 3 * K, mask=mask)
     store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, TILE_M, TILE_K)
-
-
-@Launcher
-@triton.jit
-def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    transpose_tile(payload, payload_t, tl.program_id(0), M, K, TILE_M, TILE_K)
 
 
 @cache
@@ -395,15 +384,10 @@ def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]
 
 @lru_cache(maxsize=MOST_SHAPES)
 def _partial_amax_launch(n: int, most: int) -> tuple[int, PreparedLaunch]:
-    num_partials = num_amax_parts(n, most)
+    num_partials = min(cdiv(n, _AMAX_TILE), most)
     return num_partials, _partial_amax.prepared(
-        (num_partials,), n, AMAX_TILE, n % AMAX_TILE == 0, num_warps=NUM_WARPS, enable_fp_fusion=True
+        (num_partials,), n, _AMAX_TILE, n % _AMAX_TILE == 0, num_warps=_NUM_WARPS, enable_fp_fusion=True
     )
-
-
-def num_amax_parts(n: int, most: int = MAX_PARTIALS) -> int:
-    """How many programs share the amax of `n` elements."""
-    return min(cdiv(n, AMAX_TILE), most)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -411,23 +395,19 @@ def amax(x: Tensor) -> Tensor:
     return partials_to_amax(*partial_amaxes(x.contiguous()))
 
 
+@Launcher
 @triton.jit
-def sum_columns(partials, out, block, R, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of BLOCK columns of FP32 [R, C], over CHUNK rows at once."""
+def _sum_rows(partials, out, R, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of BLOCK columns of one FP32 [R, C], over CHUNK rows at once."""
+    kind = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     sums = tl.zeros([CHUNK, BLOCK], tl.float32)
     for start in range(0, R, CHUNK):
         rows = start + tl.arange(0, CHUNK)[:, None]
-        sums += tl.load(partials + rows.to(tl.int64) * C + columns, mask=(rows < R) & (columns < C), other=0.0)
+        sums += tl.load(partials + (kind * R + rows) * C + columns, mask=(rows < R) & (columns < C), other=0.0)
     k = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + k, tl.sum(sums, axis=0), mask=k < C)
-
-
-@Launcher
-@triton.jit
-def _sum_rows(partials, out, R, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    kind = tl.program_id(1).to(tl.int64)
-    sum_columns(partials + kind * R * C, out + kind * C, tl.program_id(0), R, C, CHUNK, BLOCK)
+    tl.store(out + kind * C + k, tl.sum(sums, axis=0), mask=k < C)
 
 
 def sum_of_programs(partials: Tensor) -> Tensor:
@@ -450,7 +430,7 @@ def sum_of_blocks(partials: Tensor) -> Tensor:
 @lru_cache(maxsize=MOST_SHAPES)
 def _sum_launch(N: int, R: int, C: int) -> PreparedLaunch:
     grid = (cdiv(C, SUM_COLUMNS), N)
-    return _sum_rows.prepared(grid, R, C, SUM_ROWS_AT_ONCE, SUM_COLUMNS, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    return _sum_rows.prepared(grid, R, C, _SUM_ROWS_AT_ONCE, SUM_COLUMNS, num_warps=_NUM_WARPS, enable_fp_fusion=True)
 
 
 def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
@@ -462,7 +442,7 @@ def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
     return out
 
 
-def cast_with_scale(
+def _cast_with_scale(
     x: Tensor,
     scale: Tensor,
     partials: Tensor,
@@ -508,7 +488,7 @@ def _tiles_launch(
         (cdiv(M, TILE_M) * cdiv(K, TILE_K),),
         *(M, K, num_partials, fp_max, current, power_of_two, rowwise, num_recorded),
         *(TILE_M, TILE_K, MAX_PARTIALS),
-        num_warps=NUM_WARPS,
+        num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )
 
@@ -521,7 +501,7 @@ def _flat_launch(
         (cdiv(n, _CAST_TILE),),
         *(n, num_partials, fp_max, current, power_of_two, num_recorded),
         *(n % _CAST_TILE == 0, _CAST_TILE, MAX_PARTIALS),
-        num_warps=NUM_WARPS,
+        num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )
 
@@ -537,7 +517,7 @@ def quantize_current(
     x = x.contiguous()
     partials, num_partials = partial_amaxes(x)
     scale = empty_vector(1, torch.float32, x.device)
-    payload, payload_t = cast_with_scale(
+    payload, payload_t = _cast_with_scale(
         x, scale, partials, num_partials, dtype, True, power_of_two, rowwise, transposed, None
     )
     return payload, payload_t, scale
@@ -551,7 +531,7 @@ def quantize_with_scale(
     Raises:
         ValueError: `transposed` with M not a multiple of 4, or neither layout requested.
     """
-    return cast_with_scale(x.contiguous(), scale, scale, 0, dtype, False, False, rowwise, transposed, amax_out)
+    return _cast_with_scale(x.contiguous(), scale, scale, 0, dtype, False, False, rowwise, transposed, amax_out)
 
 
 def transpose(payload: Tensor) -> Tensor:
@@ -571,4 +551,4 @@ def transpose(payload: Tensor) -> Tensor:
 @lru_cache(maxsize=MOST_SHAPES)
 def _transpose_launch(M: int, K: int) -> PreparedLaunch:
     grid = (cdiv(M, TILE_M) * cdiv(K, TILE_K),)
-    return _transpose_tiles.prepared(grid, M, K, TILE_M, TILE_K, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    return _transpose_tiles.prepared(grid, M, K, TILE_M, TILE_K, num_warps=_NUM_WARPS, enable_fp_fusion=True)

@@ -10,7 +10,6 @@ are decoded and encoded by the same FP32 operations as there, so the bits are th
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -25,26 +24,9 @@ from .blockwise_triton import block_of_sizes
 from .triton import encode, reciprocal, store_transposed
 
 _TILE = 8192
-TILE_N = 128
-TILE_K = 128
+_TILE_N = 128
+_TILE_K = 128
 _NUM_WARPS = 8
-
-
-@triton.jit
-def cast_weight_blocks(
-    weight, scales, scale, payload, tile, num_blocks,
-    FP_MAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """ROWS blocks of BLOCK elements."""
-    first = tl.cast(tile, tl.int64) * ROWS
-    rows = tl.arange(0, ROWS)[:, None]
-    offsets = first * BLOCK + rows * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = None
-    if not EVEN:
-        mask = first + rows < num_blocks
-    value = tl.load(weight + offsets, mask=mask).to(tl.float32) * tl.load(scales + first + rows, mask=mask)
-    inverse = reciprocal(tl.load(scale))
-    tl.store(payload + offsets, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
 
 
 @Launcher
@@ -53,7 +35,16 @@ def _cast_rows(
     weight, scales, scale, payload, num_blocks,
     FP_MAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    cast_weight_blocks(weight, scales, scale, payload, tl.program_id(0), num_blocks, FP_MAX, ROWS, BLOCK, EVEN)
+    """ROWS blocks of BLOCK elements a program."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)[:, None]
+    offsets = first * BLOCK + rows * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = None
+    if not EVEN:
+        mask = first + rows < num_blocks
+    value = tl.load(weight + offsets, mask=mask).to(tl.float32) * tl.load(scales + first + rows, mask=mask)
+    inverse = reciprocal(tl.load(scale))
+    tl.store(payload + offsets, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -69,16 +60,16 @@ def _decoded_row(weight, scales, row, columns, k0, N, K, BLOCK: tl.constexpr, RO
     return value * own
 
 
+@Launcher
 @triton.jit
-def cast_weight_transposed(
-    weight, scales, scale, payload_t, tile, N, K,
+def _cast_transposed(
+    weight, scales, scale, payload_t, N, K,
     FP_MAX: tl.constexpr, BLOCK: tl.constexpr, ROW_IN_BLOCK: tl.constexpr,
     TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile."""
     tiles_k = tl.cdiv(K, TILE_K)
-    n0 = tile // tiles_k * TILE_N
-    k0 = tile % tiles_k * TILE_K
+    n0 = tl.program_id(0) // tiles_k * TILE_N
+    k0 = tl.program_id(0) % tiles_k * TILE_K
     rows = n0 + 4 * tl.arange(0, TILE_N // 4)[:, None]
     columns = k0 + tl.arange(0, TILE_K)[None, :]
     inverse = reciprocal(tl.load(scale))
@@ -88,18 +79,6 @@ def cast_weight_transposed(
     q2 = encode(_decoded_row(weight, scales, rows + 2, columns, k0, N, K, BLOCK, ROW_IN_BLOCK), inverse, FP_MAX, dtype)
     q3 = encode(_decoded_row(weight, scales, rows + 3, columns, k0, N, K, BLOCK, ROW_IN_BLOCK), inverse, FP_MAX, dtype)
     store_transposed(q0, q1, q2, q3, payload_t, n0, k0, N, K, TILE_N, TILE_K)
-
-
-@Launcher
-@triton.jit
-def _cast_transposed(
-    weight, scales, scale, payload_t, N, K,
-    FP_MAX: tl.constexpr, BLOCK: tl.constexpr, ROW_IN_BLOCK: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    cast_weight_transposed(
-        weight, scales, scale, payload_t, tl.program_id(0), N, K, FP_MAX, BLOCK, ROW_IN_BLOCK, TILE_N, TILE_K
-    )
 
 
 def quantize_weight(weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
@@ -118,59 +97,21 @@ def quantize_weight(weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.
 
 @lru_cache(maxsize=MOST_SHAPES)
 def _weight_launch(N: int, K: int, num_blocks: int, dtype: torch.dtype, transposed: bool) -> PreparedLaunch:
+    block = block_of_sizes(N * K, num_blocks)
     if not transposed:
-        rows = rows_cast(N * K, num_blocks)
+        rows = _TILE // block
         return _cast_rows.prepared(
-            (rows.num_programs,),
-            *(num_blocks, MAX_FINITE[dtype], rows.rows, rows.block, rows.is_even),
+            (cdiv(num_blocks, rows),),
+            *(num_blocks, MAX_FINITE[dtype], rows, block, num_blocks % rows == 0),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=True,
         )
-    tiles = tiles_cast(N, K, num_blocks)
+    if N % 4:
+        raise ValueError(f"a transposed FP8 payload needs M={N} to be a multiple of 4 (the FP8 GEMM: of 16)")
+    row_in_block = K % _TILE_K == 0 and block % _TILE_K == 0  # then a tile's rows start on multiples of its width
     return _cast_transposed.prepared(
-        (tiles.num_programs,),
-        *(N, K, MAX_FINITE[dtype], tiles.block, tiles.row_in_block, TILE_N, TILE_K),
+        (cdiv(N, _TILE_N) * cdiv(K, _TILE_K),),
+        *(N, K, MAX_FINITE[dtype], block, row_in_block, _TILE_N, _TILE_K),
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )
-
-
-class RowsCast(NamedTuple):
-    """What `cast_weight_blocks` takes: `rows` blocks a program."""
-
-    num_programs: int
-    rows: int
-    block: int
-    is_even: bool
-
-
-def rows_cast(numel: int, num_blocks: int) -> RowsCast:
-    """Of a weight of `numel` elements.
-
-    Raises:
-        ValueError: see `blockwise_triton.block_of_sizes`.
-    """
-    block = block_of_sizes(numel, num_blocks)
-    rows = _TILE // block
-    return RowsCast(cdiv(num_blocks, rows), rows, block, num_blocks % rows == 0)
-
-
-class TilesCast(NamedTuple):
-    """What `cast_weight_transposed` takes."""
-
-    num_programs: int
-    block: int
-    row_in_block: bool
-
-
-def tiles_cast(N: int, K: int, num_blocks: int) -> TilesCast:
-    """Of a weight [N, K].
-
-    Raises:
-        ValueError: N is not a multiple of 4, or see `blockwise_triton.block_of_sizes`.
-    """
-    block = block_of_sizes(N * K, num_blocks)
-    if N % 4:
-        raise ValueError(f"a transposed FP8 payload needs M={N} to be a multiple of 4 (the FP8 GEMM: of 16)")
-    row_in_block = K % TILE_K == 0 and block % TILE_K == 0  # then a tile's rows start on multiples of its width
-    return TilesCast(cdiv(N, TILE_N) * cdiv(K, TILE_K), block, row_in_block)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fp8_megatron
-from fp8_megatron.nn import siblings
+from fp8_megatron.nn import shared_cast
 from fp8_megatron.nn.module import FP8Linear
 from tests.any_model.test_calls import count_calls
 
@@ -116,7 +116,7 @@ def test_backward_keeps_an_input_once() -> None:
         y = model(torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
     assert sorted(kept.values()) == [1, 2, 3]
     y.sum().backward()
-    assert siblings._offer is None
+    assert shared_cast._offer is None
 
 
 class Pair(torch.nn.Module):
@@ -192,7 +192,7 @@ def test_a_tensor_that_was_written_to_is_cast_again(monkeypatch: pytest.MonkeyPa
     calls = count_calls(monkeypatch)
     model(x)
     assert calls["quantize_with_scale"] == 1
-    siblings.withdraw()
+    shared_cast.withdraw()
     calls.clear()
     model.between = _write  # type: ignore[assignment]
     model(x)
@@ -233,7 +233,7 @@ def test_what_changes_is_learnt() -> None:
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     model(x).sum().backward()
     assert first.sharing.num_followers == 1 and second.sharing.num_followers == 0
-    for _ in range(siblings._MOST_ALONE):
+    for _ in range(shared_cast._MOST_ALONE):
         assert first.sharing.offers
         first(x * 1.0).sum().backward()
         assert first.sharing.num_followers == 0

@@ -16,6 +16,7 @@ kernel that writes into a tensor behind torch's back, between two such layers, i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -47,7 +48,7 @@ class InputSharing:
         return self.num_alone < _MOST_ALONE
 
 
-class Sibling(Protocol):
+class SharingLayer(Protocol):
     """What is read of a layer."""
 
     @property
@@ -59,92 +60,76 @@ class Sibling(Protocol):
         """Its casts."""
 
 
-class Offer:
-    """An input that a layer has cast, with the cast if it is kept."""
+class _Offer:
+    """An input that a layer has cast. `operand` is the cast; None if it is not kept, and takers are only counted."""
 
-    __slots__ = ("_num_takers", "_operand", "_quantizer", "_sharing", "_stream", "_version", "_x")
+    def __init__(self, x: Tensor, sharing: InputSharing, layer: SharingLayer) -> None:
+        self.x, self.version, self.stream = weakref.ref(x), x._version, _stream(x)
+        self.sharing, self.quantizer = sharing, layer.quantizers.input
+        self.operand: Quantized | None = None
+        self.num_takers = 0
 
-    def __init__(self, x: Tensor, layer: Sibling, operand: Quantized | None) -> None:
-        assert layer.sharing is not None
-        self._x, self._version, self._stream = weakref.ref(x), x._version, _stream(x)
-        self._sharing, self._quantizer = layer.sharing, layer.quantizers.input
-        self._operand = operand
-        self._num_takers = 0
-
-    def is_of(self, x: Tensor) -> bool:
-        """Whether the cast is of this tensor, as it is now."""
-        return self._x() is x and self._version == x._version and self._stream == _stream(x)
-
-    def suits(self, layer: Sibling) -> bool:
-        """Whether `layer`, another one, casts alike."""
-        own, other = self._quantizer, layer.quantizers.input
+    def suits(self, x: Tensor, layer: SharingLayer) -> bool:
+        """Whether it is of this tensor, as it is now, and `layer`, another one, casts alike."""
+        own, other = self.quantizer, layer.quantizers.input
         return (
-            self._sharing is not layer.sharing
+            self.x() is x
+            and self.version == x._version
+            and self.stream == _stream(x)
+            and self.sharing is not layer.sharing
             and own.format == other.format
             and own.history is other.history
             and other.probe is None
         )
 
-    def take(self, layer: Sibling, *, needs_columns: bool) -> Quantized | None:
+    def take(self, layer: SharingLayer, *, needs_columns: bool) -> Quantized | None:
         """The cast, for `layer`; None if it was not kept, or has no columns."""
-        self._num_takers += 1
-        operand, own, other = self._operand, self._quantizer, layer.quantizers.input
+        self.num_takers += 1
+        operand, own = self.operand, self.quantizer
         if operand is None or (needs_columns and not operand.has_transpose):
             return None
-        if self._num_takers == self._sharing.num_followers:
-            self._operand = None  # nobody else is expected; backward needs the columns alone
+        if self.num_takers == self.sharing.num_followers:
+            self.operand = None  # nobody else is expected; backward needs the columns alone
         if own.history is not None:
-            own.history.follow(other.slot, own.slot)
+            own.history.follow(layer.quantizers.input.slot, own.slot)
         return operand
-
-    def withdraw(self) -> None:
-        """Nobody takes it from now on: its layer learns how many did."""
-        sharing, self._operand = self._sharing, None
-        sharing.num_followers = self._num_takers
-        sharing.num_alone = 0 if self._num_takers else sharing.num_alone + 1
 
 
 #: Of the layer that ran last. What another thread does to it costs a cast at most.
-_offer: Offer | None = None
+_offer: _Offer | None = None
 
 
-def found(x: Tensor, layer: Sibling) -> Offer | None:
-    """What a layer before this one offers of the same input."""
-    offered = _offer
-    return offered if offered is not None and offered.is_of(x) and offered.suits(layer) else None
+def taken_or_made(x: Tensor, layer: SharingLayer, cast: Callable[[], Quantized], *, needs_columns: bool) -> Quantized:
+    """The input `x` of `layer` in FP8: what a layer before it offers, or what `cast` makes, which is offered then."""
+    global _offer
+    offered = _offer if _offer is not None and _offer.suits(x, layer) else None
+    operand = None if offered is None else offered.take(layer, needs_columns=needs_columns)
+    if operand is not None:
+        return operand
+    operand, sharing, quantizer = cast(), layer.sharing, layer.quantizers.input
+    if quantizer.history is not None:
+        quantizer.history.stop_following(quantizer.slot)
+    if offered is None and sharing is not None and sharing.offers and not x.is_leaf and quantizer.probe is None:
+        withdraw()
+        _offer = _Offer(x, sharing, layer)
+        if sharing.num_followers:
+            _offer.operand = operand
+    return operand
 
 
-def can_offer(x: Tensor, layer: Sibling) -> bool:
-    """Whether `layer` may offer the cast of its input `x`."""
-    sharing = layer.sharing
-    return sharing is not None and sharing.offers and not x.is_leaf and layer.quantizers.input.probe is None
-
-
-def has_followers(layer: Sibling) -> bool:
+def has_followers(layer: SharingLayer) -> bool:
     """Whether layers are expected that take the input of `layer` after it."""
     return layer.sharing is not None and layer.sharing.num_followers > 0
 
 
-def offer(x: Tensor, layer: Sibling, operand: Quantized | None) -> None:
-    """Offer the cast of `x` to the layers that follow. None: it is not kept, and they are counted."""
-    global _offer
-    withdraw()
-    _offer = Offer(x, layer, operand)
-
-
 def withdraw() -> None:
-    """Withdraw what is offered."""
+    """Withdraw what is offered: nobody takes it from now on, and its layer learns how many did."""
     global _offer
     offered, _offer = _offer, None
     if offered is not None:
-        offered.withdraw()
-
-
-def has_cast(layer: Sibling) -> None:
-    """`layer` has cast its input itself: its slot of the amax history follows no other one."""
-    quantizer = layer.quantizers.input
-    if quantizer.history is not None:
-        quantizer.history.stop_following(quantizer.slot)
+        sharing, offered.operand = offered.sharing, None
+        sharing.num_followers = offered.num_takers
+        sharing.num_alone = 0 if offered.num_takers else sharing.num_alone + 1
 
 
 def _stream(x: Tensor) -> int:
