@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_megatron
 from fp8_megatron.any_model import plain_model, replace_linears, report
-from fp8_megatron.any_model.attention import FP8MultiheadAttention, PackedProjection
-from fp8_megatron.dtypes import StorageDtype
-from fp8_megatron.quantization.recipe import RecipeName
+from fp8_megatron.any_model.attention import FP8MultiheadAttention
 from fp8_megatron.quantization.stats import snr_db
 
 #: Two GEMMs on a path, 28.5 dB each, and softmax, whose logits are products of two of the first GEMM's outputs.
@@ -170,59 +168,6 @@ def test_noise_of_every_form(form: str) -> None:
         assert snr_db(param.grad, other.grad) > BACKWARD_DB, key  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-@pytest.mark.parametrize("storage", [StorageDtype.FP8, StorageDtype.FP16], ids=str)
-def test_inputs_take_their_rows_of_the_weight(recipe: RecipeName, storage: StorageDtype) -> None:
-    """A projection of several inputs has the bits of the whole projection of each, of which parts are dropped."""
-    torch.manual_seed(0)
-    model = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(128, 4)})
-    replace_linears(model, recipe=recipe, weight=storage)
-    layer: PackedProjection = model["attention"].in_proj
-    with torch.no_grad():
-        layer.bias.normal_()  # type: ignore[union-attr]
-    values = [torch.randn(rows, 5, 128) for rows in (3, 7, 7)]
-    cotangents = [torch.randn(rows, 5, 128) for rows in (3, 7, 7)]
-
-    def run(is_split: bool, places: tuple[int, int, int]) -> list[Tensor]:
-        layer.zero_grad()
-        inputs = [value.clone().requires_grad_() for value in values]
-        x = [inputs[place] for place in places]
-        y = list(layer.project(*x) if is_split else [layer(x[i]).chunk(3, dim=-1)[i] for i in range(3)])
-        torch.autograd.backward(y, [cotangents[place] for place in places])
-        used = [inputs[place].grad for place in sorted(set(places))]
-        return [*(part.detach() for part in y), *used, layer.weight.grad, layer.bias.grad]  # type: ignore[list-item]
-
-    for places in ((0, 1, 1), (0, 1, 2), (0, 0, 0)):
-        split, whole = run(True, places), run(False, places)
-        assert all(torch.equal(one, other) for one, other in zip(split[:3], whole[:3], strict=True))
-        # Gradients that a whole projection adds in 16 bits.
-        assert all(snr_db(one, other) > 38.0 for one, other in zip(split[3:], whole[3:], strict=True))
-
-
-def test_rows_are_cast_with_the_whole_weights_scale() -> None:
-    """Otherwise each row's part would be read once more for its amax."""
-    model = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(WIDTH, HEADS)})
-    torch.nn.init.normal_(model["attention"].in_proj_weight)
-    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
-    layer: PackedProjection = model["attention"].in_proj
-    assert layer.weight.cast_scale is not None and layer.weight.cast_scale.is_current
-    with torch.no_grad():
-        one, other = torch.randn(8, 3, WIDTH), torch.randn(16, 3, WIDTH)
-        q, k, v = layer.project(one, other, other)
-        assert torch.equal(q, layer(one).chunk(3, dim=-1)[0])
-        assert torch.equal(torch.cat([k, v], dim=-1), layer(other)[..., WIDTH:])
-
-
-def test_cross_attention_gives_a_weight_one_gradient() -> None:
-    """Two gradients would widen the storage of all weights' gradients."""
-    model = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(WIDTH, HEADS)})
-    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
-    query, memory = torch.randn(8, 3, WIDTH), torch.randn(16, 3, WIDTH)
-    model["attention"](query, memory, memory)[0].square().mean().backward()
-    assert [space.grads.most_gradients for space in optimizer._spaces] == [1, 1]
-    assert model["attention"].in_proj_weight.grad is not None
-
-
 @pytest.mark.parametrize("form", ["self", "cross", "kdim", "added keys, causal"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes_of_torch_under_autocast(form: str, dtype: torch.dtype) -> None:
@@ -257,12 +202,6 @@ def test_errors_where_torch_has_them(changes: dict[str, Tensor], message: str) -
         exact(**(arguments | changes))
     with pytest.raises(ValueError, match=message):
         module(**(arguments | changes))
-
-
-def test_a_causal_hint_without_a_mask_is_an_error() -> None:
-    module, _ = build()
-    with pytest.raises(RuntimeError, match="give attn_mask"):
-        module(*[torch.randn(16, 3, WIDTH)] * 3, is_causal=True)
 
 
 def encoder() -> torch.nn.TransformerEncoder:
@@ -347,50 +286,6 @@ def test_it_compiles_to_one_graph(form: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_run_resumes(level: str) -> None:
-    """Its steps are recorded where there is a GPU."""
-    source, target = torch.randn(3, 16, WIDTH), torch.randn(3, 7, WIDTH)
-
-    def start(seed: int) -> tuple[torch.nn.Module, Any, Any]:
-        torch.manual_seed(seed)
-        model = torch.nn.Transformer(WIDTH, HEADS, 1, 1, 128, dropout=0.0, batch_first=True)
-        model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), level)
-
-        def compute() -> Tensor:
-            loss: Tensor = (model(source, target) - target.sin()).square().mean()
-            loss.backward()
-            return loss
-
-        return model, optimizer, fp8_megatron.record_step(compute, model)
-
-    def train(optimizer: Any, step: Any) -> list[Tensor]:
-        losses = []
-        for _ in range(3):
-            losses.append(step().clone())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    model, optimizer, step = start(0)
-    train(optimizer, step)
-    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    expected = train(optimizer, step)
-    other, other_optimizer, other_step = start(1)
-    other.load_state_dict(states[0])
-    other_optimizer.load_state_dict(states[1])
-    assert train(other_optimizer, other_step) == expected and expected[-1] < expected[0]
-
-
-def test_parameters_have_torchs_order() -> None:
-    """An optimizer's state has numbers, so one that is built after the layers became FP8 has the same."""
-    model = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 128)
-    names = list(model.state_dict())
-    shapes = [parameter.shape for parameter in model.parameters()]
-    fp8_megatron.replace_linears(model)
-    assert [parameter.shape for parameter in model.parameters()] == shapes and list(model.state_dict()) == names
-
-
 def test_what_stays() -> None:
     class Derived(torch.nn.MultiheadAttention):
         pass
@@ -424,18 +319,6 @@ def test_a_tie_stays_a_tie(tied: str) -> None:
     model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
     assert getattr(model["b"].get_submodule(holder), key) is getattr(model["a"].get_submodule(holder), key)
     assert "its weight is also that of b" in report(model).stays["a"]
-
-
-def test_wide_weights_are_refused_by_name() -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64)})
-    with pytest.raises(ValueError, match=r"a\.in_proj\.weight is torch\.float64"):
-        replace_linears(model)
-
-
-def test_a_model_in_evaluation_stays_in_evaluation() -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.MultiheadAttention(WIDTH, HEADS)}).eval()
-    replace_linears(model)
-    assert not any(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("settings", [{}, {"bias": False}, {"kdim": 32}, {"add_bias_kv": True}], ids=str)

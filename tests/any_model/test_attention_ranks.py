@@ -54,33 +54,6 @@ def train_step(model: torch.nn.Module, optimizer: Any, parts: list[Tensor]) -> f
     return loss.item()
 
 
-def on_parts(group: Group, level: str, wraps: bool) -> tuple[list[float], dict[str, Any]]:
-    """Mean losses of eight steps; each rank has its part of every batch."""
-    torch.manual_seed(group.rank())  # the first rank's values are everybody's
-    model = Model()
-    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), level)
-    called = torch.nn.parallel.DistributedDataParallel(model) if wraps else model
-    losses = []
-    for step in range(8):
-        parts = [x.chunk(group.size())[group.rank()] for x in batch(step, torch.float32)]
-        mean = torch.tensor([train_step(called, optimizer, parts)])
-        torch.distributed.all_reduce(mean, group=group)
-        losses.append(mean.item() / group.size())
-    return losses, {key: value.clone() for key, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize(("level", "wraps"), [pytest.param("O2", False, marks=pytest.mark.slow), ("O3", True)])
-def test_data_is_split_over_ranks(ranks: RankPool, level: str, wraps: bool) -> None:
-    """The losses are one rank's within 1%; FP8 casts of parts of a batch have other scales."""
-    ((single, state),) = ranks.run(on_default_group, on_parts, level, wraps, num_ranks=1)
-    assert single[-1] < 0.9 * single[0]
-    for losses, other_state in ranks.run(on_default_group, on_parts, level, wraps, num_ranks=2):
-        assert losses == pytest.approx(single, rel=0.01)
-        assert [(key, value.shape) for key, value in other_state.items()] == [
-            (key, value.shape) for key, value in state.items()
-        ]
-
-
 def sharded(level: str) -> tuple[Model, Any]:
     torch.manual_seed(0)
     model = Model().bfloat16()

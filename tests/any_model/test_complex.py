@@ -151,10 +151,3 @@ def test_replicas_take_the_mean(ranks: RankPool) -> None:
 def test_shards_of_a_complex_parameter_are_an_error() -> None:
     with pytest.raises(OptimizerError, match=r"modes is torch\.complex64: .*initialize alone, or .*view_as_real"):
         ShardedParam.of("modes", Spectral().modes)
-
-
-def test_other_complex_dtypes_are_an_error() -> None:
-    model = torch.nn.Module()
-    model.c = torch.nn.Parameter(torch.randn(4, dtype=torch.cdouble))
-    with pytest.raises(OptimizerError, match=r"c is torch\.complex128: parameters are .*complex64"):
-        fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))

@@ -190,48 +190,6 @@ def test_an_average_in_frozen_fp8_layers_of_the_model_is_refused_or_warned_of(fo
             key.data.copy_(average)
 
 
-def test_torchs_mean_of_the_weights() -> None:
-    """Its default, an equal mean (SWA)."""
-    model, optimizer = build("O3")
-    average = torch.optim.swa_utils.AveragedModel(model)
-    values = []
-    for _ in range(4):
-        step(model, optimizer)
-        average.update_parameters(model)
-        values.append(model.state_dict()["0.weight"].double())
-    torch.testing.assert_close(
-        average.module[0].weight.detach().double(), torch.stack(values).mean(dim=0), rtol=8 * 2**-24, atol=1e-8
-    )
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_weights_that_were_put_aside_come_back_whole(level: str) -> None:
-    """As for an evaluation with averaged weights: the master keeps its bits."""
-    model, optimizer = build(level)
-    step(model, optimizer)
-    twin, twins_optimizer = build(level)
-    step(twin, twins_optimizer)
-    aside = [parameter.detach().cpu().clone() for parameter in model.parameters()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.data.copy_(torch.zeros(parameter.shape))
-    assert not any(value.any() for value in model.state_dict().values())
-    for parameter, value in zip(model.parameters(), aside, strict=True):
-        parameter.data.copy_(value.data)
-    for (name, value), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-        assert torch.equal(value, other), name
-
-
-@pytest.mark.parametrize("make", list(COPIES))
-def test_a_copy_can_be_initialised_again(make: str) -> None:
-    """A frozen reference, or a second run from the first one's weights."""
-    model, optimizer = build("O2")
-    step(model, optimizer)
-    copied = COPIES[make](model)
-    copied, second = fp8_megatron.initialize(copied, torch.optim.AdamW(copied.parameters(), lr=1e-3), "O2")
-    step(copied, second)
-
-
 def test_a_pickled_model_can_be_initialised_again() -> None:
     model, optimizer = build("O2")
     step(model, optimizer)

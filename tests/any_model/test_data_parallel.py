@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import math
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -192,36 +190,6 @@ def test_torchs_ddp_may_wrap_the_model(ranks: RankPool, clips: str) -> None:
             assert torch.equal(value, plain[0][1][name]), name
 
 
-def _called_with_and_without_ddp(group: Group, wraps: bool) -> dict[str, Tensor]:
-    """A step before DDP wraps the model, then three with it; the model itself runs between backward and step. Gradients
-    stay, as zeros and as those of the first of two backward passes."""
-    model, optimizer = build("O2")
-    called: torch.nn.Module = model
-    for step in range(4):
-        tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(2 * step + group.rank()))
-        called(tokens[0]).square().mean().backward()
-        with torch.no_grad():
-            model(tokens[0])
-        clip_grad_norm_(model, 1e9)
-        called(tokens[1]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        if wraps and step == 0:
-            called = torch.nn.parallel.DistributedDataParallel(model)
-    return values(model)
-
-
-def test_the_model_runs_with_and_without_ddp(ranks: RankPool) -> None:
-    """What there is of a gradient when DDP takes it over is a tensor that DDP writes into."""
-    plain = ranks.run(on_default_group, _called_with_and_without_ddp, False, num_ranks=2)
-    wrapped = ranks.run(on_default_group, _called_with_and_without_ddp, True, num_ranks=2)
-    for weights in wrapped:
-        for name, value in weights.items():
-            assert torch.equal(value, wrapped[0][name]), f"replicas differ in {name}"
-            # DDP adds the two FP32 gradients of one vector in another order.
-            assert snr_db(value, plain[0][name]) > 50, name
-
-
 def _linears_alone(group: Group, wraps: bool, biases: tuple[bool, bool]) -> tuple[list[float], dict[str, Tensor]]:
     """Fit a function with FP8 layers alone; each rank has its own batches."""
     torch.manual_seed(group.rank())
@@ -323,15 +291,6 @@ def test_ranks_that_run_out_of_data_are_an_error(ranks: RankPool) -> None:
         assert steps == 1 and "exhausted" in message
 
 
-def test_torchs_ddp_may_wrap_the_model_of_one_rank(ranks: RankPool) -> None:
-    """A program for many ranks, started on one."""
-    plain = ranks.run(on_default_group, _on_data, "O2", 2, "ours", num_ranks=1)[0]
-    losses, weights, _ = ranks.run(on_default_group, _on_data, "O2", 2, "ours", True, num_ranks=1)[0]
-    assert losses == plain[0]
-    for name, value in weights.items():
-        assert torch.equal(value, plain[1][name]), name
-
-
 def _gradients_are_means(group: Group) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """By parameter: this rank's gradient, what p.grad shows, and what it shows after torch's tools halved it."""
     model, optimizer = build("O3")
@@ -419,40 +378,6 @@ def test_unequal_use_is_an_error(ranks: RankPool, unequal: Callable[[Group], Non
         ranks.run(on_default_group, unequal, num_ranks=2)
 
 
-def _one_rank_overflows(group: Group) -> tuple[int, bool]:
-    model, optimizer = build("O3")
-    before = values(model)
-    loss = model(torch.arange(32)).sum() * (math.inf if group.rank() == 1 else 1.0)
-    loss.backward()
-    optimizer.step()
-    after = values(model)
-    return optimizer.num_skipped_steps, all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_one_ranks_overflow_skips_the_step_of_all(ranks: RankPool) -> None:
-    assert ranks.run(on_default_group, _one_rank_overflows, num_ranks=2) == [(1, True), (1, True)]
-
-
-def _a_batch_is_dropped(group: Group) -> dict[str, Tensor]:
-    """A backward whose gradients are dropped leaves nothing behind."""
-    model, optimizer = build("O3")
-    for step in range(4):
-        model(torch.arange(32) + step).square().sum().backward()
-        if step != 2:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=step < 2)
-    return values(model)
-
-
-def test_dropped_gradients_leave_nothing_behind(ranks: RankPool) -> None:
-    outcomes = ranks.run(on_default_group, _a_batch_is_dropped, num_ranks=2)
-    (single,) = ranks.run(on_default_group, _a_batch_is_dropped, num_ranks=1)
-    for name, value in single.items():
-        # Both ranks have one rank's batch. Plain matrices travel in BF16, so Adam's small updates differ a little.
-        assert snr_db(outcomes[0][name], value) > 40.0, name
-        assert torch.equal(outcomes[0][name], outcomes[1][name]), name
-
-
 def _saved_by_one(group: Group, consolidates: bool, is_plain: bool = False) -> tuple[list[bool], str]:
     """What rank 0 alone reads, beside what all ranks read together; or the error."""
     data_parallel._PATIENCE = timedelta(seconds=2)
@@ -480,45 +405,6 @@ def test_one_rank_saves_what_was_consolidated(ranks: RankPool, is_plain: bool) -
     equal, error = ranks.run(on_default_group, _saved_by_one, True, is_plain, num_ranks=2)[0]
     assert error == ""
     assert len(equal) > 20 and all(equal)
-
-
-def _read_by_all(group: Group) -> list[str]:
-    """What every rank is told that reads state after rank 0 alone has it; then all read it together."""
-    model, optimizer = build("O3")
-    optimizer.consolidate_state_dict()
-    errors = []
-    model.state_dict()
-    try:
-        optimizer.state_dict()
-    except OptimizerError as error:
-        errors.append(str(error))
-    optimizer.consolidate_state_dict(to=None)
-    optimizer.state_dict()
-    model(torch.arange(32)).square().sum().backward()
-    optimizer.step()
-    model.state_dict()
-    return errors
-
-
-def test_other_ranks_do_not_wait_for_the_one_that_has_all_state(ranks: RankPool) -> None:
-    first, second = ranks.run(on_default_group, _read_by_all, num_ranks=2)
-    assert first == [] and "consolidate_state_dict(to=None) on every rank" in second[0]
-
-
-def _written_after(group: Group, name: str) -> bool:
-    """Whether the state of all ranks has a value that was written behind `consolidate_state_dict`."""
-    model, optimizer = build("O3", dtype=torch.bfloat16)
-    optimizer.consolidate_state_dict()
-    with torch.no_grad():
-        model.get_parameter(name).fill_(0.5)
-    states = model.state_dict(), optimizer.state_dict()
-    optimizer.load_state_dict(states[1])
-    return bool((states[0][name] == 0.5).all() and (model.state_dict()[name] == 0.5).all())
-
-
-@pytest.mark.parametrize("name", ["first.weight", "first.bias"])
-def test_what_was_consolidated_is_dropped_when_values_are_written(ranks: RankPool, name: str) -> None:
-    assert all(ranks.run(on_default_group, _written_after, name, num_ranks=2))
 
 
 def _saved_twice(group: Group, level: str) -> tuple[list[dict[str, Tensor]], str, dict[str, Tensor]]:
@@ -626,47 +512,6 @@ def test_a_rank_that_saves_alone_ends_when_another_takes_a_step(ranks: RankPool,
         assert "1 of 2 called it while the others took a step" in errors[0] and "consolidate_state_dict()" in errors[0]
 
 
-def _saved_late(group: Group) -> list[str]:
-    """The log of each rank where rank 1 comes late to save; its steps go on."""
-    data_parallel._SILENCE, data_parallel._PATIENCE = timedelta(seconds=0.2), timedelta(minutes=10)
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    data_parallel.logger.addHandler(handler)
-    model, optimizer = build("O3")
-    for _ in range(2):
-        time.sleep(1.0 * group.rank())
-        model.state_dict()
-        optimizer.state_dict()
-        model(torch.arange(32)).square().sum().backward()
-        optimizer.step()
-    data_parallel.logger.removeHandler(handler)
-    return lines
-
-
-def test_a_rank_that_waits_for_others_to_save_says_so(ranks: RankPool) -> None:
-    early, late = ranks.run(on_default_group, _saved_late, num_ranks=2)
-    assert len(early) == 2 and late == []
-    assert "model.state_dict()" in early[0] and "0.2 s" in early[0] and "after 10 minutes" in early[0]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_one_rank_alone_reads_the_weights_that_every_rank_has(ranks: RankPool, level: str) -> None:
-    alone, together = ranks.run(on_default_group, _read_alone, level, num_ranks=2)[0]
-    for name, value in together.items():
-        assert torch.equal(alone[name], value), name
-
-
-def _read_alone(group: Group, level: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, optimizer = build(level)
-    model(torch.arange(32)).square().sum().backward()
-    optimizer.step()
-    alone = dict(model.state_dict()) if group.rank() == 0 else {}
-    model(torch.arange(32)).square().sum().backward()
-    optimizer.zero_grad()
-    return alone, dict(model.state_dict())
-
-
 def _scaled(group: Group, unscales: bool) -> tuple[list[float], int, dict[str, Tensor]]:
     """Scales after two steps, the second of which overflows on one rank, and the weights."""
     model, optimizer = build("O2")
@@ -717,23 +562,6 @@ def test_ranks_that_join_after_initialize_are_an_error(ranks: RankPool) -> None:
         assert "2 ranks now" in message and "before initialize" in message
 
 
-def _adds_a_group(group: Group) -> dict[str, Tensor]:
-    """A larger layer joins after a step, as under gradual unfreezing; both ranks have one rank's batch."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 256))
-    user = torch.optim.AdamW(model[0].parameters(), lr=5e-3)
-    replaced = replace_linears(model, weight=LEVELS["O3"].weight)
-    optimizer = build_optimizer(model, user, replaced, "O3")
-    for step in range(4):
-        if step == 2:
-            optimizer.add_param_group({"params": [*model[2].parameters(), *model[1].parameters()]})
-        optimizer.zero_grad()
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
-        (model(x) - 1).square().mean().backward()
-        optimizer.step()
-    return values(model)
-
-
 def _unfreezes(group: Group) -> tuple[float, dict[str, Tensor]]:
     """Layers are unfrozen between two steps; each rank has its part of the batch. Returns the norm of the first
     gradients since then, and the weights."""
@@ -764,14 +592,6 @@ def test_layers_are_unfrozen_between_steps(ranks: RankPool) -> None:
         assert snr_db(value, single[name]) > 25
     torch.manual_seed(0)
     assert not torch.allclose(weights["0.weight"], torch.nn.Linear(64, 64).weight, rtol=0, atol=5e-3)
-
-
-def test_a_group_is_added_after_a_step(ranks: RankPool) -> None:
-    (single,) = ranks.run(on_default_group, _adds_a_group, num_ranks=1)
-    for outcome in ranks.run(on_default_group, _adds_a_group, num_ranks=2):
-        for name, value in single.items():
-            # The mean of two equal gradients; matrices and norms as in `test_dropped_gradients_leave_nothing_behind`.
-            assert snr_db(outcome[name], value) > 40.0, name
 
 
 def _adds_a_group_behind_backward(group: Group, adds_first: bool) -> tuple[dict[str, Tensor], float]:

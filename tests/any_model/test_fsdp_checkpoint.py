@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
-from fp8_megatron.any_model.shard_states import _decoded
-from fp8_megatron.optimizer.state import StateTensor
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from tests.any_model.test_fsdp_optimizer import build, cpu_mesh, train_step, whole_weights
 from tests.harness.ranks import RankPool, on_default_group
@@ -160,28 +158,6 @@ def delayed_model(
     return model, optimizer, history
 
 
-def delayed_scales(group: Group) -> None:
-    model, optimizer, history = delayed_model(group)
-    for _ in range(2):
-        model(torch.randn(16, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = optimizer.state_dict()
-    entry = state["state"][0]
-    assert isinstance(entry["exp_avg"], DTensor) and type(entry["delayed_0_scale"]) is Tensor
-    _, other, others = delayed_model(group)
-    other.load_state_dict(state)
-    assert others.is_warm and history.scale is not None and others.scale is not None
-    assert torch.equal(others.scale, history.scale)
-    for ours, theirs in zip(others.state_dict().values(), history.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_delayed_scales_are_no_parameters_state(ranks: RankPool) -> None:
-    """Their names end as those of the scales of moments do, which are sharded."""
-    ranks.run(on_default_group, delayed_scales, num_ranks=2)
-
-
 def delayed_step(model: torch.nn.Module, optimizer: FP8Optimizer, step: int, rank: int, factor: float = 1.0) -> float:
     """A step on a batch of this rank's own."""
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -264,12 +240,3 @@ def test_replicas_of_hsdp_skip_the_same_steps(ranks: RankPool) -> None:
     assert skipped == others == 1
     assert torch.equal(scale, other_scale)
     assert all(map(torch.equal, weights.values(), other_weights.values()))
-
-
-def test_a_cut_block_decodes() -> None:
-    values = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
-    stored = StateTensor(torch.zeros(512, dtype=torch.float16), torch.ones(2))
-    stored.store_(torch.nn.functional.pad(values.view(-1), (0, 212)))
-    assert stored.scales is not None
-    decoded = _decoded(stored.payload[:300].view(3, 100), stored.scales)
-    assert torch.equal(decoded, stored.load()[:300].view(3, 100))

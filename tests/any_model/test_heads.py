@@ -150,13 +150,6 @@ def test_a_head_inside_of_another_module(name: str, made: Callable[[], torch.nn.
     assert scaled_by_rows(model) == heads
 
 
-def test_a_head_is_what_transformers_says() -> None:
-    model = llama()
-    assert language_heads(model) == {model.lm_head}
-    model, _ = initialized(model)
-    assert scaled_by_rows(model) == ["lm_head"]
-
-
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
@@ -201,15 +194,6 @@ def test_heads_of_transformers_classes(name: str, sizes: dict[str, object], head
     assert scaled_by_rows(model) == ([] if head is None else [head])
 
 
-def test_a_head_may_be_a_list() -> None:
-    """Musicgen's: one for each codebook."""
-    config = transformers.MusicgenDecoderConfig(
-        vocab_size=256, hidden_size=64, ffn_dim=128, num_hidden_layers=1, num_attention_heads=4, num_codebooks=2
-    )
-    model, _ = initialized(transformers.MusicgenForCausalLM(config))
-    assert scaled_by_rows(model) == ["lm_heads.0", "lm_heads.1"]
-
-
 def test_other_layers_are_no_heads() -> None:
     assert language_heads(Named("decode")) == set()
     assert language_heads(Named("head", classes=WIDTH)) == set()  # as narrow as its input
@@ -238,15 +222,6 @@ def test_a_head_inside_of_what_peft_puts_in_its_place(settings: dict[str, object
     assert scaled_by_rows(model) == ["base_model.model.head.base_layer"]
 
 
-def test_a_model_that_cannot_tell_its_head() -> None:
-    class Silent(Named):
-        def get_output_embeddings(self) -> torch.nn.Module:
-            raise KeyError("decoder")
-
-    model, _ = initialized(Silent("decode"))
-    assert isinstance(model.decode, FP8Linear) and scaled_by_rows(model) == []
-
-
 def test_blocks_have_scales_of_their_own() -> None:
     model = torch.nn.Sequential()
     model.add_module("body", torch.nn.Linear(128, 128))
@@ -256,18 +231,6 @@ def test_blocks_have_scales_of_their_own() -> None:
     model.lm_head.scales_grad_rows = True
     with pytest.raises(UserError, match=r"lm_head: scales_grad_rows\(True\) is not for the blockwise recipe"):
         model(torch.randn(16, 128))
-
-
-def test_a_layer_that_is_no_head_any_more_has_a_delayed_scale() -> None:
-    """Its gradients, 1e-6 and less, would be zeros with the scale of a slot that has seen none."""
-    model, optimizer = initialized(Named("lm_head").bfloat16(), recipe="delayed")
-    for scales_rows in (True, True, False):
-        model.lm_head.scales_grad_rows = scales_rows
-        optimizer.zero_grad()
-        logits = model(torch.arange(VOCABULARY))
-        logits.backward(torch.full_like(logits, 1e-6))
-        optimizer.step()
-    assert model.lm_head.weight.grad.float().norm() > 0
 
 
 @pytest.mark.parametrize(("level", "recipe"), [("O1", "delayed"), ("O2", "tensorwise"), ("O3", "tensorwise")])
@@ -305,22 +268,6 @@ def test_copies_keep_it_and_plain_ones_do_not() -> None:
     layer.scales_grad_rows = True
     assert copy.deepcopy(layer).scales_grad_rows
     assert "a scale for each row of grad_output" in repr(layer)
-
-
-def test_a_compiled_model_has_the_same_losses() -> None:
-    losses = []
-    for compiles in (False, True):
-        model, optimizer = initialized(llama().bfloat16())
-        run = torch.compile(model, backend="aot_eager") if compiles else model
-        generator = torch.Generator().manual_seed(3)
-        for _ in range(3):
-            tokens = torch.randint(0, VOCABULARY, (2, 32), generator=generator)
-            loss = run(tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    assert losses[:3] == pytest.approx(losses[3:], rel=1e-3)
 
 
 def _train_sharded(group: torch.distributed.ProcessGroup) -> tuple[list[float], list[str]]:

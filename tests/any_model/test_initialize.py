@@ -171,15 +171,6 @@ def test_what_torchscript_has_compiled_is_an_error(compiled: Callable[[torch.nn.
     _with()(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.jit.script(torch.nn.ReLU())))
 
 
-def test_torchscript_takes_no_fp8_layer() -> None:
-    model = build_model()
-    _with()(model)
-    with pytest.raises(UserError, match=r"script takes no FP8 layer: script .*plain_model\(model\)"):
-        torch.jit.script(model)
-    with pytest.raises(UserError, match=r"trace fp8_megatron\.any_model\.plain_model\(model\)"):
-        torch.jit.trace(model, torch.randn(2, 32))
-
-
 @pytest.mark.parametrize("saves_fp8", [False, True])
 def test_state_that_is_loaded_too_early_is_an_error(saves_fp8: bool) -> None:
     """`initialize` stands between building the optimizer and loading its state."""

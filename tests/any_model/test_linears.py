@@ -289,12 +289,6 @@ def test_gpt2s_conv1d() -> None:
     assert torch.equal(again.state_dict()["0.weight"], state["0.weight"])
 
 
-def test_a_root_that_is_a_linear_layer() -> None:
-    layer = torch.nn.Linear(32, 16)
-    replace_linears(layer)
-    assert isinstance(layer, FP8Linear) and layer(torch.randn(4, 32)).shape == (4, 16)
-
-
 def test_hooks_and_notes_survive() -> None:
     layer = torch.nn.Linear(32, 16)
     seen: list[int] = []
@@ -346,14 +340,6 @@ def test_errors_name_the_value_and_the_fix(dtype: torch.dtype, recipe: str, mess
     model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(32, 16, dtype=dtype))
     with pytest.raises(ValueError, match=message):
         replace_linears(model, recipe=recipe)  # type: ignore[arg-type]
-
-
-def test_delayed_scales_are_ready() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
-    replace_linears(model, recipe="delayed")
-    history = model[0].quantizers.input.history
-    assert history.num_slots == 4 and history.record is not None
-    assert {name.layer for name in history.suspects} == {"0", "1"}
 
 
 def test_a_history_belongs_to_one_model() -> None:

@@ -165,15 +165,6 @@ def test_the_weight_of_an_optimizer_is_not_swapped(level: str, order: int) -> No
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_the_gradient_of_an_fp8_weight_is_not_swapped() -> None:
-    model, _ = build()
-    model(torch.randn(16, 32)).square().mean().backward()
-    before = model[0].weight.grad.clone()
-    with pytest.raises(NotImplementedError, match=r"swap_tensors.*gradient"):
-        torch.utils.swap_tensors(model[0].weight.grad, torch.randn(64, 32))
-    assert torch.equal(model[0].weight.grad, before)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_plain_parameters_are_swapped_as_in_torch(level: str) -> None:
     """So is a frozen FP8 weight: its layer multiplies with the plain one, and nothing is rounded."""

@@ -86,35 +86,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(level: str, dtype: torch.dtype, model
         assert torch.equal(ours, expected), name
 
 
-def test_spaces_with_other_numbers_of_gradients_resume_bit_for_bit() -> None:
-    """One group's layer is used twice a step, and its gradients are added in BF16; the other's stay in FP8."""
-
-    def build_groups() -> tuple[torch.nn.Sequential, FP8Optimizer]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
-        groups = [{"params": layer.parameters()} for layer in model]
-        return fp8_megatron.initialize(model, torch.optim.AdamW(groups, lr=1e-2))
-
-    def train_twice_used(model: torch.nn.Sequential, optimizer: FP8Optimizer, steps: range) -> None:
-        for step in steps:
-            generator = torch.Generator().manual_seed(step)
-            x, cotangent = (torch.randn(16, 32, generator=generator) for _ in range(2))
-            (model[1](model[0](model[0](x).relu())) * cotangent).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model, optimizer = build_groups()
-    train_twice_used(model, optimizer, range(2))
-    saved = through_a_file(model.state_dict()), through_a_file(optimizer.state_dict())
-    resumed, other = build_groups()
-    resumed.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    assert [space.grads.most_gradients for space in other._spaces] == [2, 1, 1, 1]
-    for each in ((model, optimizer), (resumed, other)):
-        train_twice_used(*each, range(2, 4))
-    assert all(torch.equal(ours, expected) for ours, expected in zip(values(resumed), values(model), strict=True))
-
-
 def test_a_state_dict_has_torchs_shape() -> None:
     model, optimizer = build("O3")
     train(model, optimizer, range(2))
@@ -350,17 +321,6 @@ def test_other_groups_are_refused() -> None:
         optimizer.load_state_dict(state)
 
 
-def test_a_scheduler_sees_loaded_rates() -> None:
-    model, optimizer = build("O2")
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    state = optimizer.state_dict()
-    state["param_groups"][0]["lr"] = 0.25
-    optimizer.load_state_dict(state)
-    train(model, optimizer, range(1))
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.125
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_each_value_has_its_own_storage(level: str) -> None:
     """Savers write a tensor's whole storage, and safetensors refuses tensors that share one."""
@@ -370,36 +330,6 @@ def test_each_value_has_its_own_storage(level: str) -> None:
     values = list(model.state_dict().values())
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
     assert len({value.untyped_storage().data_ptr() for value in values}) == len(values)
-
-
-def test_torchs_adamw_does_not_take_payloads_for_moments() -> None:
-    """At O1 moments are FP32, and torch's AdamW goes on with them. At O2 they have scales, which it would ignore."""
-    for level, goes_on in (("O1", True), ("O2", False)):
-        model, optimizer = build(level)
-        train(model, optimizer, range(2))
-        plain = [torch.nn.Parameter(value.clone()) for value in model.state_dict().values()]
-        user = torch.optim.AdamW([{"params": plain[::2]}, {"params": plain[1::2]}])
-        user.load_state_dict(optimizer.state_dict())
-        for param in plain:
-            param.grad = torch.ones_like(param)
-        if goes_on:
-            user.step()
-        else:
-            with pytest.raises(KeyError, match="exp_avg"):
-                user.step()
-
-
-def test_hooks_on_state_dicts_run() -> None:
-    """torch's optimizers call them; to leave them out would be silent."""
-    model, optimizer = build("O2")
-    calls: list[str] = []
-    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before save"))
-    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": 7})
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(f"before load of {state['note']}"))
-    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after load"))
-    train(model, optimizer, range(1))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert calls == ["before save", "before load of 7", "after load"]
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize", "capturable", "differentiable"])
@@ -414,15 +344,6 @@ def test_an_option_that_would_be_ignored_is_an_error(option: str) -> None:
     optimizer.param_groups[0][option] = True
     with pytest.raises(OptimizerError, match=rf"param_groups\[0\] has {option}=True"):
         train(model, optimizer, range(1))
-
-
-def test_a_group_that_cannot_be_added_changes_nothing() -> None:
-    _, optimizer = build("O2")
-    number = len(optimizer.param_groups)
-    with pytest.raises(OptimizerError, match="that the model did not have"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-    assert len(optimizer.param_groups) == number
-    optimizer.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -461,15 +382,3 @@ def test_a_parameter_that_a_loaded_state_replaces_is_an_error() -> None:
     copy.deepcopy(model).load_state_dict(state, assign=True)
     train(model, optimizer, range(1))
     assert not any(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-def test_a_replaced_parameter_of_a_group_that_was_added_is_an_error() -> None:
-    """A parameter that the optimizer does not have may be replaced."""
-    torch.manual_seed(0)
-    model: Any = torch.nn.Sequential(torch.nn.LayerNorm(48), torch.nn.Linear(48, 5))
-    model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model[0].parameters()))
-    optimizer.add_param_group({"params": [model[1].weight]})
-    state = {name: value.clone() for name, value in model[1].state_dict().items()}
-    model[1].load_state_dict({"bias": state["bias"]}, assign=True, strict=False)
-    with pytest.raises(OptimizerError, match=r"assign=True\) has replaced 1\.weight"):
-        model[1].load_state_dict(state, assign=True)

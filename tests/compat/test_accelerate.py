@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_megatron.sharding.grad_buffer import ShardedGradBuffer
 from tests.compat import small_training as small
 from tests.harness.ranks import RankError, RankPool, on_default_group
 
@@ -185,44 +184,6 @@ def test_two_processes(ranks: RankPool, level: str, tmp_path: Path) -> None:
     for name, value in results[0]["weights"].items():
         assert torch.equal(value, results[1]["weights"][name]), name
         assert torch.equal(value, raw[0]["weights"][name]), name
-
-
-def _sent_on_two_ranks(group: Any, unequal: bool) -> tuple[list[tuple[bool, int]], dict[str, torch.Tensor]]:
-    """For each micro-batch: whether Accelerate exchanges gradients, and how many buckets its backward sent."""
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-    counts: list[tuple[bool, int]] = []
-    num_sent = 0
-    reduce = ShardedGradBuffer._reduce
-
-    def counting(self: Any, state: Any) -> None:
-        nonlocal num_sent
-        num_sent += 1
-        reduce(self, state)
-
-    ShardedGradBuffer._reduce = counting  # type: ignore[method-assign]
-    accelerator = accelerator_of(mixed_precision="bf16", gradient_accumulation_steps=3)
-    model, optimizer = accelerator.prepare(*fp8_megatron.initialize(*small.build(), opt_level="O2"))
-    for tokens, classes in small.batches(6, seed=10 + group.rank()):
-        before = num_sent
-        with accelerator.accumulate(model):
-            accelerator.backward(small.loss_of(model, tokens, classes))
-            counts.append((accelerator.sync_gradients, num_sent - before))
-            if unequal and group.rank() and not accelerator.sync_gradients:  # one more pass on one rank
-                accelerator.backward(small.loss_of(model, tokens, classes))
-            optimizer.step()
-            optimizer.zero_grad()
-    forget()
-    return counts, small.weights_of(accelerator.unwrap_model(model))
-
-
-@pytest.mark.parametrize("unequal", [False, True])
-def test_accumulate_sends_weights_once_a_step(ranks: RankPool, unequal: bool) -> None:
-    results = ranks.run(on_default_group, _sent_on_two_ranks, unequal, num_ranks=2)
-    for counts, weights in results:
-        assert [exchanges for exchanges, _ in counts] == [False, False, True] * 2
-        assert all((sent > 0) is exchanges for exchanges, sent in counts)
-        for name, value in weights.items():
-            assert torch.equal(value, results[0][1][name]), name
 
 
 def _sharded_loop(group: Any, order: str, folder: str) -> dict[str, Any]:

@@ -106,25 +106,11 @@ def test_what_trainer_saves_is_a_plain_model(tmp_path: Path) -> None:
 
 def _on_a_rank(group: Any, level: str, folder: str) -> dict[str, Any]:
     from fp8_megatron.any_model.transformers_callback import gather_state_callback
-    from fp8_megatron.sharding.grad_buffer import ShardedGradBuffer
-    from fp8_megatron.sharding.partition import StorageClass
 
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-    num_sent, num_buckets = 0, 0
-    reduce = ShardedGradBuffer._reduce
-
-    def counting(self: Any, state: Any) -> None:
-        nonlocal num_sent
-        num_sent += self.space.storage is StorageClass.LINEAR
-        reduce(self, state)
-
-    ShardedGradBuffer._reduce = counting  # type: ignore[method-assign]
 
     def run(seed: int, **arguments: Any) -> dict[int, tuple[float, float]]:
-        nonlocal num_buckets
         model, optimizer = build(level, seed)
-        spaces = [space.space for space in optimizer._spaces]
-        num_buckets = sum(len(space.buckets) for space in spaces if space.storage is StorageClass.LINEAR)
         trainer = trainer_of(model, optimizer, folder)
         trainer.add_callback(gather_state_callback(optimizer))
         trainer.train(**arguments)
@@ -132,7 +118,6 @@ def _on_a_rank(group: Any, level: str, folder: str) -> dict[str, Any]:
         return logged(trainer)
 
     log = run(1 + group.rank())
-    assert num_sent == NUM_STEPS * num_buckets > 0  # two micro-batches of a step send their sum
     torch.distributed.barrier()
     resumed = run(7, resume_from_checkpoint=f"{folder}/checkpoint-{NUM_STEPS // 2}")
     return {"log": log, "resumed": resumed}

@@ -41,15 +41,6 @@ def test_one_bit_of_one_loss_is_a_difference(
     assert program.main() == status
 
 
-def test_a_run_that_fails_is_no_agreement(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_case(*unused: Any, **unused_kwargs: Any) -> list[dict[str, Any]]:
-        raise RuntimeError("fast ended with 2")
-
-    monkeypatch.setattr(program, "run_case", run_case)
-    monkeypatch.setattr(sys, "argv", ["before_after.py", "--base", "HEAD", "--only", "fast"])
-    assert program.main() == 1
-
-
 def test_an_unknown_case_is_refused(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

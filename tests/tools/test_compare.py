@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import os
 import subprocess
@@ -15,8 +14,6 @@ import pytest
 
 from benchmarks import compare as compare_script
 from benchmarks.peers.runs import PEERS
-from fp8_megatron.device import cudnn
-from fp8_megatron.training import step_graph
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
@@ -48,21 +45,6 @@ def test_a_peer_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
 
 
-def test_a_recorded_run_is_known_by_its_log() -> None:
-    """The words that it is looked for are those that the trainer logs."""
-    assert compare_script._RECORDED in inspect.getsource(step_graph)
-
-
-def test_a_peer_has_the_users_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the cuDNN that this program has chosen for itself."""
-    monkeypatch.setattr(cudnn, "_home", "/site-packages/nvidia/cudnn")
-    monkeypatch.setenv("CUDNN_HOME", "/site-packages/nvidia/cudnn")
-    monkeypatch.setenv("CUDNN_PATH", "/opt/cudnn")
-    command = [sys.executable, "-c", "import os; print(os.environ.get('CUDNN_HOME'), os.environ.get('CUDNN_PATH'))"]
-    assert compare_script._run("stub-bf16", command, tmp_path / "log", 60)
-    assert (tmp_path / "log").read_text() == "None /opt/cudnn\n"
-
-
 def test_speed_without_a_loss_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,16 +55,6 @@ def test_speed_without_a_loss_is_an_error(
     assert "stub-bf16 has no finite loss in steps [2, 4]" in capsys.readouterr().err
     (result,) = json.loads((tmp_path / "out" / "comparison.json").read_text())["results"]
     assert result["losses"] == [3.0, None, 2.0, None] and "NaN" in (tmp_path / "out" / "comparison.md").read_text()
-
-
-def test_a_peer_that_fails_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "peer.py"
-    script.write_text("print('the reason'); raise SystemExit(3)\n")
-    assert compare(monkeypatch, tmp_path / "out", script) == 1
-    errors = capsys.readouterr().err
-    assert "stub-bf16 ended with status 3" in errors and "the reason" in errors
 
 
 def test_a_peer_that_takes_too_long_is_stopped(
@@ -170,46 +142,12 @@ def test_figures_of_an_older_run_are_not_taken(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "bf16" / "config.yaml").exists()
 
 
-def test_the_report_is_written_after_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = compare_script._run
-
-    def interrupted(name: str, command: list[str], log: Path, timeout: int) -> bool:
-        if name == "O1":
-            raise KeyboardInterrupt
-        return run(name, command, log, timeout)
-
-    monkeypatch.setattr(compare_script, "_run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        own_runs(monkeypatch, tmp_path, ["O3", "O1"])
-    assert names(tmp_path) == ["O3"]
-
-
 def parsed(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str, missing: str = "") -> Any:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec("json"))
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["compare.py", "--model", "345m", "--output-dir", str(folder), *flags])
     return compare_script._parse()
-
-
-def test_peers_that_are_installed_take_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert parsed(monkeypatch, tmp_path).runs == compare_script.DEFAULT_RUNS
-    runs = parsed(monkeypatch, tmp_path, missing="torchao").runs
-    assert runs == ["O3-fast", "O3", "bf16", "megatron-te-delayed"]
-    assert capsys.readouterr().out == "== torchao-tensorwise is left out: pip install torchao\n"
-    over_two = ["--nproc-per-node", "2", "--", "--mock-data", "--tensor-model-parallel-size", "2"]
-    assert parsed(monkeypatch, tmp_path, *over_two).runs == runs
-    assert "left out: it is data-parallel alone" in capsys.readouterr().out
-
-
-def test_a_named_peer_that_is_missing_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parsed(monkeypatch, tmp_path, "--runs", "megatron-te-delayed", missing="transformer_engine")
-    assert 'megatron-te-delayed: pip install "transformer_engine[pytorch]"' in capsys.readouterr().err
 
 
 def test_peers_are_given_the_work_of_this_projects_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -172,58 +171,6 @@ def test_linear_layers_run_and_a_missing_peer_is_a_row(benchmark: Any, monkeypat
     assert total.milliseconds == pytest.approx(4.0)
     text = linear.table(rows)
     assert "≥ 1.65 × BF16 met, ≥ 1.00 × TE (not measured)" in text and "ModuleNotFoundError" in text
-
-
-def test_ratios_are_speeds(benchmark: Any) -> None:
-    linear = benchmark["linear_cases"]
-    rows = [linear.LinearRow("s", name, ms, 1.0) for name, ms in ((linear.BF16, 3.0), (linear.TE, 1.8))]
-    rows.append(linear.LinearRow("s", linear.FP8_DELAYED, 2.0, 1.0))
-    linear.with_ratios(rows)
-    assert (rows[2].over_bf16, rows[2].over_te) == (1.5, 0.9)
-    assert "≥ 1.65 × BF16 missed, ≥ 1.00 × TE missed" in linear.table(rows)
-
-
-def test_what_fails_is_a_row_and_the_rest_is_measured(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    timing, kernels = benchmark["kernel_timing"], benchmark["kernels"]
-    monkeypatch.setattr(timing, "seconds_per_call", lambda call: call(0) or 2e-6)
-    monkeypatch.setattr(timing, "host_seconds_per_call", lambda call: 1e-6)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    bench = object.__new__(timing.Bench)
-    bench.rows, bench.copy_bytes_per_second = [], 4e12
-
-    def bad_call(_: int) -> None:
-        raise RuntimeError("out of\nregisters")
-
-    def cases() -> Iterator[Any]:
-        yield timing.Case("bad", bad_call, 4e6)
-        yield timing.Case("good", lambda _: None, 4e6)
-        raise MemoryError("no room")
-
-    bench.measure("section", cases())
-    bench.measure("next", iter([timing.Case("gemm", lambda _: None, num_flops=2e6)]))
-    bad, good, rest, gemm = bench.rows
-    assert (bad.error, bad.microseconds) == ("RuntimeError: out of registers", None)
-    assert (good.microseconds, good.floor_microseconds, good.gb_per_s) == pytest.approx((2.0, 1.0, 2000.0))
-    assert rest.name == "section: the rest" and "MemoryError" in rest.error
-    assert gemm.tflop_per_s == pytest.approx(1.0) and gemm.gb_per_s is None
-    lines = kernels.table(bench.rows).splitlines()
-    assert "out of registers" in lines[1] and lines[2].split() == ["good", "2.0", "1.0", "2.00", "2000", "1.0"]
-
-
-def test_command_line(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    kernels = benchmark["kernels"]
-    assert kernels.parse([]).only == list(kernels.SECTIONS)
-    assert kernels.parse(["--only", "linear", "norms"]).only == ["linear", "norms"]
-    with pytest.raises(SystemExit):
-        kernels.parse(["--only", "nothing"])
-    assert "invalid choice" in capsys.readouterr().err
-    for section in kernels.SECTIONS:
-        if section != kernels.LINEAR:
-            kernels.cases(section, CPU, 16)  # a generator: nothing is made yet
-    with pytest.raises(ValueError, match="no section other"):
-        next(kernels.cases("other", CPU, 16))
-    versions = kernels.versions()
-    assert versions["torch"] == torch.__version__ and "triton" in json.loads(json.dumps(versions))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing on a CPU")

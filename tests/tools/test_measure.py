@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from benchmarks import compare, measure, scaling
 from benchmarks.measure import PARTS, Target, resolved
 from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.training.graph_choice import choose_graph
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,33 +42,6 @@ def test_every_run_is_a_valid_configuration(part: str, tmp_path: Path, monkeypat
             assert max(scaling._parse().gpus) == PARTS[part].gpus
 
 
-@pytest.mark.parametrize(
-    ("part", "records"), [("small", True), ("7b-2gpus", False), ("13b-2gpus", True), ("7b", False), ("13b", True)]
-)
-def test_each_comparison_has_runs_with_a_graph_and_without(
-    part: str, records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The default is one of them, whichever it is for this model and layout; where it records, BF16's does too."""
-    gpus = PARTS[part].gpus
-    for command in commands_of(part, tmp_path):
-        monkeypatch.setattr(sys, "argv", command[1:])
-        args = compare._parse()
-        chosen = {
-            name: choose_graph(
-                parse_config(compare._flags(args, name)), has_gpu=True, world_size=gpus, node_size=gpus
-            ).records
-            for name in args.runs
-        }
-        with_default = {"O3-fast": True, "O3-no-graph": False, "bf16": True, "bf16-no-graph": False}
-        if not records:
-            assert chosen == {"O3-graph": True, "O3-fast": False}
-        else:
-            assert {"O3-fast", "O3-no-graph"} <= set(chosen) and all(
-                chosen[name] == with_default[name] for name in chosen
-            )
-            assert part != "small" or chosen == with_default
-
-
 def test_the_peer_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(compare, "_cannot_run", lambda *_: None)
@@ -84,23 +55,6 @@ def test_the_peer_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.Monk
     assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (40, 5120, 2048)
     assert config.parallel.tensor_model_parallel_size == 2 and config.parallel.sequence_parallel
     assert (config.training.micro_batch_size, config.num_micro_batches(PARTS["13b"].gpus)) == (4, 4)
-
-
-def test_every_part_runs_whatever_became_of_the_one_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ran: list[list[str]] = []
-
-    def run(command: list[str], *, cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
-        ran.append(command)
-        return subprocess.CompletedProcess(command, 1 if "kernels" in command[1] else 0)
-
-    monkeypatch.setattr(measure.subprocess, "run", run)
-    monkeypatch.setattr(measure.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(sys, "argv", ["measure.py", "kernels", "7b-2gpus", "--output-dir", str(tmp_path)])
-    assert measure.main() == 1
-    assert [next(word for word in command if word.startswith("benchmarks/")) for command in ran] == [
-        "benchmarks/kernels.py",
-        "benchmarks/compare.py",
-    ]
 
 
 @pytest.mark.parametrize(

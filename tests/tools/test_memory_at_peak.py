@@ -52,8 +52,3 @@ def test_without_a_gpu_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(UserError, match=problem):
             main()
     assert not list(tmp_path.iterdir())
-
-
-def test_other_code_is_named_as_such() -> None:
-    entry = {"action": "alloc", "addr": 1, "size": 10**9, "frames": []}
-    assert peak_table([entry]).splitlines()[1].endswith("elsewhere")

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.peers import megatron_te, torchao_fsdp2, work
 from fp8_megatron.config.io import parse_config
@@ -86,21 +85,6 @@ def test_float8_layers_learn_alike(ranks: RankPool, tmp_path: Path, recipe: str)
     plain = losses_of(ranks, "torchao_fsdp2", "torch-bf16", flags, tmp_path / "figures.json", 2)
     float8 = losses_of(ranks, "torchao_fsdp2", recipe, flags, tmp_path / "figures.json", 2)
     assert float8 == pytest.approx(plain, abs=0.02) and float8 != plain
-
-
-def test_figures_are_those_that_compare_wants(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from benchmarks.compare import _PEER_FIGURES
-
-    config = parse_config(tiny_flags(tmp_path, **RUN))
-    done = work.Work(config, "bf16", torch.device("cpu"), rank=0, world_size=2, vocab_size=64)
-    seconds = [9.0] * work.WARM_UP_STEPS + [0.5, 0.25, 1.0]
-    work.report(done, seconds, torch.tensor([3.0, 2.5]), gpu_gb=1.5, output=tmp_path / "out" / "figures.json")
-    figures = json.loads(capsys.readouterr().out.removeprefix("JSON "))
-    assert figures == json.loads((tmp_path / "out" / "figures.json").read_text())
-    assert all(name in figures for name in _PEER_FIGURES)
-    # 4 sequences of 16 tokens in the median step of half a second, over two ranks; the first steps do not count.
-    assert (figures["tok_s_gpu"], figures["step_ms"], figures["mem_gb"]) == (64.0, 500.0, 1.5)
-    assert figures["losses"] == [3.0, 2.5] and figures["tflops_causal"] < figures["tflops_gpu"]
 
 
 @pytest.mark.parametrize(
