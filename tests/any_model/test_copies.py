@@ -249,21 +249,6 @@ def test_adapters_beside_frozen_fp8_weights() -> None:
     assert len(adapters) == 4 and {value.dtype for value in adapters.values()} == {torch.float32}
 
 
-def test_peft_finds_fp8_layers() -> None:
-    """Adapters that are added to a model that is in FP8 already."""
-    peft = pytest.importorskip("peft")
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 16))
-    fp8_megatron.replace_linears(model)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["0", "2"]))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer = fp8_megatron.initialize(model, optimizer, "O3")
-    step_input = torch.randn(5, 64)
-    model(step_input).square().mean().backward()
-    optimizer.step()
-    frozen = [p for p in model.parameters() if isinstance(p, ScaledTensor)]
-    assert len(frozen) == 2 and not any(p.requires_grad for p in frozen)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_pickled_model_says_what_it_leaves_out(level: str) -> None:
     """``torch.save(model)`` writes the stored weights; ``state_dict`` has the masters and says nothing."""

@@ -407,38 +407,6 @@ def test_one_rank_saves_what_was_consolidated(ranks: RankPool, is_plain: bool) -
     assert len(equal) > 20 and all(equal)
 
 
-def _saved_twice(group: Group, level: str) -> tuple[list[dict[str, Tensor]], str, dict[str, Tensor]]:
-    """Models' states of two checkpoints without a step between them, as PyTorch Lightning saves them, and rank 1's
-    error; then the values after a write."""
-    model, optimizer = build(level)
-    model(torch.arange(32)).square().sum().backward()
-    optimizer.step()
-    states, error = [], ""
-    for _ in range(2):
-        states.append(dict(model.state_dict()))
-        optimizer.consolidate_state_dict()
-        try:
-            optimizer.state_dict()
-        except OptimizerError as refused:
-            error = str(refused)
-    with torch.no_grad():
-        model.first.weight.mul_(0.5)
-    return states, error, dict(model.state_dict())
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_two_checkpoints_without_a_step_between(ranks: RankPool, level: str) -> None:
-    """The second asks no other rank: rank 0 has the masters, rank 1 at O3 the FP8 weights."""
-    outcomes = ranks.run(on_default_group, _saved_twice, level, num_ranks=2)
-    (first, second), error, written = outcomes[0]
-    assert error == "" and "consolidate_state_dict(to=None)" in outcomes[1][1]
-    for name, value in first.items():
-        assert torch.equal(second[name], value) and torch.equal(outcomes[1][0][0][name], value), name
-    assert torch.equal(outcomes[1][2]["first.weight"], written["first.weight"])
-    assert torch.equal(outcomes[1][0][1]["first.weight"], first["first.weight"]) is (level == "O2")
-    torch.testing.assert_close(written["first.weight"], 0.5 * first["first.weight"], rtol=2**-10, atol=1e-6)
-
-
 def _copied_by_one(group: Group, level: str) -> tuple[dict[str, Tensor], ...]:
     """Values of rank 0's copy, after three steps of its average, beside the masters and the stored weights."""
     data_parallel._PATIENCE = timedelta(seconds=2)
@@ -592,34 +560,6 @@ def test_layers_are_unfrozen_between_steps(ranks: RankPool) -> None:
         assert snr_db(value, single[name]) > 25
     torch.manual_seed(0)
     assert not torch.allclose(weights["0.weight"], torch.nn.Linear(64, 64).weight, rtol=0, atol=5e-3)
-
-
-def _adds_a_group_behind_backward(group: Group, adds_first: bool) -> tuple[dict[str, Tensor], float]:
-    """The gradients of one backward with this rank's data, and torch's norm of them."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 256))
-    user = torch.optim.AdamW(model[0].parameters(), lr=5e-3)
-    optimizer = build_optimizer(model, user, replace_linears(model, weight=LEVELS["O2"].weight), "O2")
-    added = [*model[2].parameters(), *model[1].parameters()]
-    if adds_first:
-        optimizer.add_param_group({"params": added})
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(group.rank()))
-    (model(x) - 1).square().mean().backward()
-    if not adds_first:
-        optimizer.add_param_group({"params": added})
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-    return {name: param.grad.clone() for name, param in model.named_parameters()}, norm
-
-
-def test_gradients_of_a_group_that_is_added_behind_backward_are_means(ranks: RankPool) -> None:
-    outcomes = [
-        ranks.run(on_default_group, _adds_a_group_behind_backward, first, num_ranks=2) for first in (True, False)
-    ]
-    expected, expected_norm = outcomes[0][0]
-    for grads, norm in outcomes[1]:
-        assert norm == expected_norm
-        for name, grad in expected.items():
-            assert torch.equal(grads[name], grad), name
 
 
 def _has_two_optimizers(group: Group) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8_megatron.nn.module import FP8Linear
@@ -172,31 +172,6 @@ def mixed_precision(group: Group) -> None:
 
 def test_mixed_precision_policy(ranks: RankPool) -> None:
     ranks.run(on_default_group, mixed_precision, num_ranks=2)
-
-
-def from_meta(group: Group) -> tuple[Tensor, Tensor]:
-    """A layer built without memory, sharded, then given values: by an initialiser and by a copy of whole values."""
-    with torch.device("meta"):
-        model = torch.nn.Sequential(FP8Linear(64, 48, bias=False), FP8Linear(48, 64, bias=False))
-    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
-    model.to_empty(device="cpu")
-    torch.manual_seed(group.rank())
-    value = torch.randn(64, 48, generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        torch.nn.init.normal_(model[0].weight, std=0.02)
-        model[1].weight.copy_(distribute_tensor(value, model[1].weight.device_mesh, [Shard(0)]))
-    model.unshard()
-    return model[0].weight.dequantize(), model[1].weight.dequantize()
-
-
-def test_meta_device_then_values(ranks: RankPool) -> None:
-    (first, copied), (other_first, other_copied) = ranks.run(on_default_group, from_meta, num_ranks=2)
-    assert torch.equal(first, other_first) and torch.equal(copied, other_copied)
-    # 3,072 draws: their deviation is known to 1/√(2 · 3072) = 1.3%; the mean to 0.02/√3072 = 0.00036.
-    assert abs(first.std() / 0.02 - 1) < 0.05 and abs(first.mean()) < 0.002
-    value = torch.randn(64, 48, generator=torch.Generator().manual_seed(5))
-    # Half of E4M3's 2⁻³ and twice half of its least number, 2⁻⁹ · scale, whose scale is at most 2⁻⁶ for values below 7.
-    assert ((copied - value).abs() <= value.abs() * 2**-4 + 2**-9 * 2**-6).all()
 
 
 def from_meta_by_assignment(group: Group) -> dict[str, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.fsdp import build_sharded_optimizer
 from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
-from fp8_megatron.dtypes import E4M3, LEVELS, STATE_BLOCK, StorageDtype
+from fp8_megatron.dtypes import LEVELS, STATE_BLOCK, StorageDtype
 from fp8_megatron.errors import UserError
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.harness.ranks import RankPool, on_default_group
@@ -293,28 +291,6 @@ def cut_blocks(group: Group) -> None:
 
 def test_cut_blocks_are_an_error(ranks: RankPool) -> None:
     ranks.run(on_default_group, cut_blocks, num_ranks=2)
-
-
-def keeps_values(group: Group) -> tuple[bool, bool, bool]:
-    """Weights sharded in FP16 and trained at O3: whether the masters have their values, whether the layers compute
-    with FP8, and whether the FP16 memory is gone."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128).bfloat16())
-    values = model[0].weight.detach().clone()
-    replace_linears(model, weight=StorageDtype.FP16)
-    fully_shard(model, mesh=cpu_mesh())
-    memory = weakref.ref(model[0].weight._local_tensor.part.root)  # what the rows are a view of
-    adamw = torch.optim.AdamW(model.parameters())
-    model, optimizer = fp8_megatron.initialize(model, adamw, "O3")
-    saved = model.state_dict()["0.weight"].full_tensor()
-    model(torch.randn(16, 64).bfloat16()).backward(torch.randn(16, 128).bfloat16())
-    optimizer.step()
-    gc.collect()
-    return torch.equal(saved, values), model[0].weight._local_tensor.payload.dtype == E4M3, memory() is None
-
-
-def test_masters_start_with_the_values_of_16_bit_shards(ranks: RankPool) -> None:
-    assert ranks.run(on_default_group, keeps_values, num_ranks=2) == [(True, True, True)] * 2
 
 
 def trains_with(group: Group, recipe: str) -> list[float]:

@@ -12,12 +12,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.functional import cross_entropy
 
 import fp8_megatron
-import tests.any_model.test_fsdp_optimizer as sharded
 from fp8_megatron.any_model.heads import language_heads
 from fp8_megatron.errors import UserError
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.stats import snr_db
-from tests.harness.ranks import RankPool, on_default_group
 from tests.nn import test_row_scaled as row_scaled
 
 transformers = pytest.importorskip("transformers")
@@ -268,17 +266,3 @@ def test_copies_keep_it_and_plain_ones_do_not() -> None:
     layer.scales_grad_rows = True
     assert copy.deepcopy(layer).scales_grad_rows
     assert "a scale for each row of grad_output" in repr(layer)
-
-
-def _train_sharded(group: torch.distributed.ProcessGroup) -> tuple[list[float], list[str]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "VOCABULARY", 256)  # so that the head is in FP8, too
-        model, optimizer = sharded.build("O3", torch.bfloat16)
-        losses = [sharded.train_step(model, optimizer, step) for step in range(4)]
-    return losses, scaled_by_rows(model)
-
-
-def test_two_shards_train_what_one_rank_trains(ranks: RankPool) -> None:
-    one, two = (ranks.run(on_default_group, _train_sharded, num_ranks=count) for count in (1, 2))
-    assert one[0][1] == ["head"] and one[0][0][3] < one[0][0][0]
-    assert one[0] == two[0] == two[1]

@@ -342,30 +342,6 @@ def test_moments_of_frozen_parameters_that_are_left_out_are_warned_of(caplog: py
     assert not caplog.text
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_group_is_added_with_its_gradients(level: str) -> None:
-    """A group that is added between backward and step: its gradients stay, as in torch. (At O3 the weights of a new
-    group are derived anew, from FP16.)"""
-
-    def train(adds_first: bool) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 32))
-        user = torch.optim.AdamW(model[0].parameters(), lr=0.1)
-        _, optimizer = initialize(model, user, opt_level=level)
-        x, cotangent = torch.randn(2, 16, 32)
-        if adds_first:
-            optimizer.add_param_group({"params": [*model[1].parameters(), *model[2].parameters()]})
-        model(x).backward(cotangent)
-        if not adds_first:
-            optimizer.add_param_group({"params": [*model[1].parameters(), *model[2].parameters()]})
-        optimizer.step()
-        return dict(model.state_dict())
-
-    before, after = train(True), train(False)
-    for name, value in before.items():
-        assert torch.equal(after[name], value), name
-
-
 @pytest.mark.parametrize(
     "change",
     [

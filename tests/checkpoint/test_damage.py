@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -19,19 +18,16 @@ from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.manifest import (
     FileRecord,
-    RecordedFile,
-    combined_checksum,
     problem_with,
     read_manifest,
     write_file,
     write_manifest,
 )
 from fp8_megatron.checkpoint.saved_run import differing_setting
-from fp8_megatron.config.io import save_config
 from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, whole_state
-from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
+from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
 
 MODEL = replace(GPT3_STYLE, num_layers=1)
 CONFIG = tiny_config(MODEL, precision=PrecisionConfig(fp8_recipe="delayed"))
@@ -48,26 +44,6 @@ def _flip_a_bit(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {"truncated": _truncate, "flipped": _flip_a_bit, "missing": Path.unlink}
-
-
-def test_a_recorded_file_is_summed_up_as_it_is_written(tmp_path: Path) -> None:
-    with RecordedFile(tmp_path, "file") as file:
-        for part in (b"abc", memoryview(b"defg"), b""):
-            file.write(part)
-    assert file.record.size == 7
-    assert problem_with(tmp_path, file.record) is None
-    for damage in DAMAGES.values():
-        (tmp_path / "file").write_bytes(b"abcdefg")
-        damage(tmp_path / "file")
-        assert "file" in (problem_with(tmp_path, file.record) or "")
-
-
-def test_checksums_of_runs_of_bytes_combine() -> None:
-    generator = random.Random(0)
-    for size in (0, 1, 2, 63, 64, 1000, 4097):
-        first, second = generator.randbytes(generator.randrange(100)), generator.randbytes(size)
-        combined = combined_checksum(zlib.crc32(first), zlib.crc32(second), size)
-        assert combined == zlib.crc32(first + second), size
 
 
 @pytest.mark.parametrize("size", [999, 1000, 1001, 4 * 1000, 12_345])
@@ -214,40 +190,6 @@ def test_another_models_checkpoint(ranks: RankPool, saved: Path, model: ModelCon
     with pytest.raises(RankError, match=expected) as error:
         ranks.run(run_tiny_on_a_rank, config, 1, saved, None, num_ranks=2)
     assert "then rank" not in str(error.value) or "CheckpointError" in str(error.value).splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"num_attention_heads": 2}, r"num_attention_heads\(4\), .* num_attention_heads\(2\), .*-attention-heads 4,"),
-        ({"norm_epsilon": 1e-6}, r"norm_epsilon\(1e-05\), this run has norm_epsilon\(1e-06\), .*--norm-epsilon 1e-05,"),
-        ({"rotary_base": 500_000}, r"rotary_base\(10000\), .* rotary_base\(500000\), .*--rotary-base 10000,"),
-        ({"rotary_percent": 0.5}, r"rotary_percent\(1.0\), .* rotary_percent\(0.5\), .*--rotary-percent 1.0,"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_settings_that_no_shape_shows(tmp_path: Path, change: dict, expected: str) -> None:
-    save_config(tiny_config(LLAMA_STYLE), tmp_path / "config.yaml")
-    assert differing_setting(tmp_path, LLAMA_STYLE) is None
-    other = replace(LLAMA_STYLE, **change)
-    assert re.search(expected, differing_setting(tmp_path, other) or "")
-    assert (differing_setting(tmp_path, other, finetune=True) is None) == ("rotary_base" in change)
-
-
-@pytest.mark.parametrize(
-    ("saved", "change"),
-    [
-        (LLAMA_STYLE, {"seq_length": 64, "max_position_embeddings": 128}),
-        (LLAMA_STYLE, {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.01}),
-        (LLAMA_STYLE, {"attention_backend": "math", "make_vocab_size_divisible_by": 16, "kv_channels": 32}),
-        (GPT3_STYLE, {"rotary_base": 500_000, "rotary_percent": 0.5}),
-        (GPT3_STYLE, {"group_query_attention": True, "num_query_groups": 4}),
-    ],
-    ids=["length", "dropout", "implementation", "unused rotation", "one group a head"],
-)
-def test_settings_that_weights_do_not_depend_on(tmp_path: Path, saved: ModelConfig, change: dict) -> None:
-    save_config(tiny_config(saved), tmp_path / "config.yaml")
-    assert differing_setting(tmp_path, replace(saved, **change)) is None
 
 
 @pytest.mark.parametrize(

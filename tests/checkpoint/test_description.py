@@ -20,11 +20,10 @@ from torch import Tensor
 
 from fp8_megatron.checkpoint import files
 from fp8_megatron.checkpoint.description import check_rank_tensors, read_description
-from fp8_megatron.checkpoint.files import META, CheckpointError, reread
+from fp8_megatron.checkpoint.files import META, CheckpointError
 from fp8_megatron.checkpoint.loading import LoadOptions
 from fp8_megatron.checkpoint.manifest import FileRecord, problem_with, read_manifest, write_manifest
 from fp8_megatron.checkpoint.megatron_loading import open_megatron_checkpoint
-from fp8_megatron.checkpoint.pickles import read_megatron_file
 from fp8_megatron.commands import inspect_checkpoint
 from fp8_megatron.config.precision import PrecisionConfig
 from tests.harness.ranks import RankError, RankPool
@@ -213,21 +212,6 @@ def test_a_forged_step_of_megatron_is_refused(tmp_path: Path, step: Any) -> None
         assert open_megatron_checkpoint(tmp_path).step_count == 0
 
 
-def test_a_stale_handle_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NFS gives it for a file that another machine has replaced."""
-    monkeypatch.setattr(files, "_STALE_WAIT_SECONDS", 0.0)
-
-    def failing(times: int, number: int = errno.ESTALE) -> Callable[[], str]:
-        left = [OSError(number, "x")] * times
-        return lambda: "content" if not left else (_ for _ in ()).throw(left.pop())
-
-    assert reread(failing(3)) == "content"
-    with pytest.raises(OSError, match="x"):
-        reread(failing(4))
-    with pytest.raises(OSError, match="x"):
-        reread(failing(1, errno.EIO))
-
-
 @pytest.mark.parametrize("name", [META, "manifest.json"])
 def test_a_checkpoint_is_read_through_stale_handles(saved: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(files, "_STALE_WAIT_SECONDS", 0.0)
@@ -255,9 +239,3 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(saved: Path, tmp_path: Path, n
     os.mkfifo(tmp_path / META)
     with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read .*not an ordinary file"):
         read_description(tmp_path)
-
-
-def test_a_pipe_in_the_place_of_a_file_of_megatron_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "distrib_optim.pt")
-    with pytest.raises(CheckpointError, match=r"distrib_optim.pt is damaged .*it is not an ordinary file"):
-        read_megatron_file(tmp_path / "distrib_optim.pt")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.checkpoint.files import CheckpointError
-from fp8_megatron.checkpoint.megatron_layout import Name, places_in_buckets, places_in_buffer
+from fp8_megatron.checkpoint.megatron_layout import Name
 from fp8_megatron.checkpoint.megatron_torch_dist import TorchDist
 from fp8_megatron.checkpoint.torch_dist import Chunk, write_chunks, write_metadata
 
@@ -95,23 +93,3 @@ def test_transformer_engines_order_over_ranks_and_stages(tmp_path: Path) -> None
             for layer in range(LAYERS) if key.startswith("decoder.layers.") else (None,):
                 expected = value if layer is None else value[layer]
                 assert torch.equal(saved.read(kind, Name(key, layer)), expected), (kind, key, layer)
-
-
-def test_an_unknown_order_is_refused_and_weights_can_be_read(tmp_path: Path) -> None:
-    model = whole_model()
-    save(tmp_path / "a", model, swapped=True)
-    saved = TorchDist(tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"in an order that is not known .*give --no-load-optim"):
-        saved.check_moments()
-    key = "decoder.layers.mlp.linear_fc1.weight"
-    assert torch.equal(saved.read("weight", Name(key, 3)), model["master"][key][3].bfloat16().float())
-
-
-def test_parameters_that_do_not_fill_their_buckets() -> None:
-    assert list(places_in_buckets([10, 100, 64], [164, 10])) == [(1, 0), (0, 64), (0, 0)]
-    assert places_in_buffer([10, 100, 64], 202) == [192, 64, 0]
-    for numels, buckets in (([10, 100], [100]), ([10, 100], [100, 11]), ([10], [9])):
-        with pytest.raises(CheckpointError, match="do not f"):
-            list(places_in_buckets(numels, buckets))
-    with pytest.raises(CheckpointError, match="110 elements do not fill a buffer of 120 elements"):
-        places_in_buffer([10, 100], 120)

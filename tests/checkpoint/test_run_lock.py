@@ -77,17 +77,6 @@ def test_a_live_holder_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.Mon
     first.release()
 
 
-def test_a_running_process_of_this_machine_lives_without_a_beat(tmp_path: Path) -> None:
-    """Python's lock may be held for long, and then no thread beats."""
-    first, second = lock_of(tmp_path), lock_of(tmp_path)
-    assert first.attempt() is None
-    first._stopped.set()
-    assert not acquired_within(second, 2.5)
-    first._stopped.clear()
-    first.check()
-    first.release()
-
-
 @contextmanager
 def process_with_lock(root: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the lock and waits."""
@@ -198,31 +187,6 @@ def test_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: i
     second.release()
     assert first.attempt() is None
     first.release()
-
-
-def test_a_call_that_failed_although_it_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NFS, when the server's answer is lost and the client asks again."""
-    link = os.link
-
-    def twice(source: Path, target: Path) -> None:
-        link(source, target)
-        link(source, target)
-
-    monkeypatch.setattr(os, "link", twice)
-    lock = lock_of(tmp_path)
-    assert lock.attempt() is None
-    lock.release()
-
-
-def test_anothers_lock_that_was_renamed_is_put_back(tmp_path: Path) -> None:
-    """A process judged a dead holder, and another one was faster."""
-    judged = b"the dead holder's"
-    first, second = lock_of(tmp_path), lock_of(tmp_path)
-    assert first.attempt() is None
-    assert not second._remove(judged)
-    first.check()
-    first.release()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_leftovers_of_kills_are_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,11 +109,7 @@ def test_a_value_that_the_setting_does_not_take(name: str, value: object) -> Non
             replace(YARN, yarn_original_max_position_embeddings=32),
             "--yarn-original-max-position-embeddings 4096",
         ),
-        (
-            {"yarn_correction_range_round_to_int": False},
-            YARN,
-            "--no-yarn-correction-range-round-to-int",
-        ),
+        ({"yarn_correction_range_round_to_int": False}, YARN, "--no-yarn-correction-range-round-to-int"),
         ({"mscale": 0.7, "mscale_all_dim": 0.7}, YARN, "--mscale 0.7"),
         ({"window_size": (128, 0), "window_attn_skip_freq": 2}, GPT3_STYLE, "--window-size 128,0"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -27,13 +26,13 @@ from fp8_megatron.checkpoint.run_identity import RunIdentity, saved_by
 from fp8_megatron.checkpoint.run_lock import LOCK, RunLock
 from fp8_megatron.checkpoint.run_state import Progress, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
-from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.sharding.replicas import Replicas
 from tests.harness.limits import files_limited_to
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable, train_steps, whole_state
-from tests.harness.tiny_gpt import GPT3_STYLE, TinyGPT, tiny_config
+from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
 
 BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)
 O3 = tiny_config(replace(GPT3_STYLE, num_layers=1), parallel=BUCKETS)
@@ -213,12 +212,6 @@ def test_a_branch_that_was_left_is_left_alone(tmp_path: Path, caplog: pytest.Log
     assert candidates(tmp_path) == [9, 8]
 
 
-def test_a_left_branch_replaced_is_the_runs_own(tmp_path: Path) -> None:
-    Run(tmp_path, 0, keep_last=3).saves(2, 4, 6)
-    Run(tmp_path, 2).saves(4, 6, 8)
-    assert saved_iterations(tmp_path) == [6, 8]
-
-
 def test_a_run_from_scratch_removes_no_others(tmp_path: Path) -> None:
     """The same holds for a run that takes only weights (--finetune) from the folder that it saves into."""
     Run(tmp_path, 0).saves(2, 4)
@@ -243,27 +236,6 @@ def test_a_save_that_fails_owns_nothing(tmp_path: Path) -> None:
         run.saves(4)
     run.saves(5)
     assert saved_iterations(tmp_path) == [4, 5] and (tmp_path / TRACKER).read_text() == "5"
-
-
-def _stall(root: Path, in_background: bool) -> float:
-    """Seconds that a save takes from training where writing takes one."""
-    write_chunks = saving.write_chunks
-
-    def write_slowly(*args: object, **kwargs: object) -> object:
-        time.sleep(1.0)
-        return write_chunks(*args, **kwargs)  # type: ignore[arg-type]
-
-    with mock.patch.object(saving, "write_chunks", write_slowly), tiny_resumable(O3, 1) as (gpt, state):
-        writer = CheckpointWriter(root, gpt.topology, in_background=in_background)
-        seconds = writer.save(state, Progress(1))
-        writer.finish()
-        return seconds
-
-
-def test_training_stands_still_for_the_copy_alone(ranks: RankPool, tmp_path: Path) -> None:
-    (at_once,) = ranks.run(_stall, tmp_path, False, num_ranks=1)
-    (in_background,) = ranks.run(_stall, tmp_path, True, num_ranks=1)
-    assert at_once > 1.0 and in_background < 0.5
 
 
 def test_a_run_that_lost_its_folder_saves_nothing_more(tmp_path: Path) -> None:
@@ -332,48 +304,6 @@ def test_a_checkpoint_names_its_run_and_launch(tmp_path: Path) -> None:
     assert saved_by(iteration_folder(tmp_path, 7)) == ("1" * 16, "job")
 
 
-class _Copies:
-    """Copies that end when an update waits for them, with the state as it is then."""
-
-    def __init__(self, gpt: TinyGPT) -> None:
-        self._gpt = gpt
-        self.seen: list[dict[str, torch.Tensor]] = []
-
-    def wait(self) -> None:
-        self.seen.append(whole_state(self._gpt))
-
-
-def _update_during_copies(root: Path, config: Config) -> None:
-    with tiny_resumable(config, 1) as (gpt, state):
-        train_steps(gpt, config, 0, 2, 1)
-        before, copies = whole_state(gpt), _Copies(gpt)
-        gpt.optimizer.hold_state(copies)
-        train_steps(gpt, config, 2, 1, 1)
-        after = whole_state(gpt)
-        (seen,) = copies.seen
-        assert all(torch.equal(seen[name], value) for name, value in before.items())
-        assert not any(torch.equal(after[name], value) for name, value in before.items() if "weight" in name)
-        train_steps(gpt, config, 3, 1, 1)
-        assert len(copies.seen) == 1
-        writer = CheckpointWriter(root, gpt.topology)
-        writer.save(state, Progress(4, 4))
-        writer.finish()
-        gpt.optimizer.hold_state(copies)
-        load_checkpoint(root, state)
-        assert len(copies.seen) == 2
-
-
-@pytest.mark.parametrize("releases", [False, True], ids=["stored", "released"])
-def test_an_update_waits_for_copies(ranks: RankPool, tmp_path: Path, releases: bool) -> None:
-    """Once, before anything of the state changes; so does loading."""
-    config = replace(
-        O3,
-        precision=replace(O3.precision, release_gradients=releases),
-        optimizer=replace(O3.optimizer, clip_grad=0.0 if releases else 1.0),
-    )
-    ranks.run(_update_during_copies, tmp_path, config, num_ranks=1)
-
-
 def _spoil(path: Path) -> None:
     """Change one byte behind the writer's back."""
     content = bytearray(path.read_bytes())
@@ -412,39 +342,3 @@ def test_a_file_that_reads_back_differently_is_not_announced(
     for error in errors:
         assert "iter_0000002 was not saved: rank 1: it was read back after writing, and checkpoint file " in error
         assert "__1_0.distcp is damaged: its crc32 is" in error
-
-
-@pytest.mark.parametrize("name", ["checkpoint.json", "config.yaml", ".metadata", "manifest.json"])
-def test_the_first_ranks_own_files_are_read_back(tmp_path: Path, name: str) -> None:
-    run = Run(tmp_path, 0).saves(1)
-    write_manifest = saving.write_manifest
-
-    def and_spoil(folder: Path, records: object) -> None:
-        write_manifest(folder, records)  # type: ignore[arg-type]
-        _spoil(folder / name)
-
-    with mock.patch.object(saving, "write_manifest", and_spoil), pytest.raises(CheckpointError, match=name):
-        run.saves(2)
-    assert saved_iterations(tmp_path) == [1]
-
-
-def test_what_is_published_is_read_once_more(tmp_path: Path) -> None:
-    """The folder gets its name and holds something else: it is taken back, and the older one stays."""
-    run = Run(tmp_path, 0).saves(1, 2)
-    before = (iteration_folder(tmp_path, 2) / "manifest.json").read_bytes()
-    published = CheckpointWriter._check_published
-
-    def spoiled(self: CheckpointWriter, folder: Path, records: list) -> None:
-        _spoil(folder / "manifest.json")
-        published(self, folder, records)
-
-    with (
-        mock.patch.object(CheckpointWriter, "_check_published", spoiled),
-        pytest.raises(CheckpointError, match="damaged"),
-    ):
-        run.saves(2)
-    assert (iteration_folder(tmp_path, 2) / "manifest.json").read_bytes() == before
-    assert candidates(tmp_path) == [2, 1] and sorted(tmp_path.glob("iter_*")) == [
-        iteration_folder(tmp_path, 1),
-        iteration_folder(tmp_path, 2),
-    ]

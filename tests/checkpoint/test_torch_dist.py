@@ -20,13 +20,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_with_torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.manifest import RecordedFile, problem_with
-from fp8_megatron.checkpoint.metadata_file import METADATA, read_metadata
-from fp8_megatron.checkpoint.pickles import Record
+from fp8_megatron.checkpoint.metadata_file import METADATA
 from fp8_megatron.checkpoint.torch_dist import (
     Chunk,
     TorchDistReader,
@@ -37,7 +36,7 @@ from fp8_megatron.checkpoint.torch_dist import (
 from fp8_megatron.config.schema import CheckpointConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.transformer_config import transformer_config
-from tests.harness.ranks import RankError, RankPool
+from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank, tiny_resumable
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, tiny_config
 
@@ -114,13 +113,6 @@ def test_a_rank_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(loaded["x"], whole)
 
 
-def test_beside_training_a_rank_writes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_dist, "_MIN_FILE_BYTES", 2000)
-    chunks = [Chunk("x", (40, 100), (row, 0), torch.zeros(1, 100)) for row in range(40)]
-    _, records = write_chunks(tmp_path, 3, chunks, num_files=1)
-    assert [record.name for record in records] == ["__3_0.distcp"]
-
-
 def test_one_of_several_files_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's error comes out, not torch's, and no thread stays."""
     monkeypatch.setattr(torch_dist, "_MIN_FILE_BYTES", 2000)
@@ -186,19 +178,6 @@ def test_a_malicious_description_is_not_executed(
     assert not proof.exists()
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_the_attack_works_on_a_plain_pickle(tmp_path: Path, protocol: int) -> None:
-    """Guards the test above, and every protocol's way to name a function."""
-    attack = pickle.dumps(_Malicious(os.mkdir, str(tmp_path / "proof")), protocol=protocol)
-    write(tmp_path / "iter", {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
-    (tmp_path / "iter" / METADATA).write_bytes(attack)
-    with pytest.raises(CheckpointError, match="mkdir"):
-        read_metadata(tmp_path / "iter")
-    assert not (tmp_path / "proof").exists()
-    pickle.loads(attack)
-    assert (tmp_path / "proof").exists()
-
-
 def test_tensors_are_loaded_as_data(tmp_path: Path) -> None:
     """A call in the place of a tensor."""
     write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
@@ -222,22 +201,6 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "iter" / METADATA).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"places x in '\.\./outside', which is no file of it"):
         TorchDistReader(tmp_path / "iter")
-
-
-def test_older_torch_reads_what_newer_torch_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.14 added strides to TensorProperties; the one before it takes five fields and no more."""
-    states: list[tuple] = []
-    getstate, setstate = TensorProperties.__getstate__, TensorProperties.__setstate__
-
-    def read(properties: TensorProperties, state: tuple) -> None:
-        states.append(state)
-        setstate(properties, state)
-
-    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*getstate(properties)[:5], None))
-    monkeypatch.setattr(TensorProperties, "__setstate__", read)
-    write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
-    assert described(tmp_path).state_dict_metadata["x"].properties.dtype == torch.float32
-    assert [len(state) for state in states] == [5]
 
 
 def _chunk(entry: TensorStorageMetadata, **fields: object) -> None:
@@ -290,18 +253,6 @@ def test_no_memory_is_taken_for_what_was_not_saved(tmp_path: Path) -> None:
         TorchDistReader(tmp_path).read_whole("x")
 
 
-@pytest.mark.parametrize("attribute", ["__init__", "__setstate__", "fields"])
-def test_a_description_changes_no_class(tmp_path: Path, attribute: str) -> None:
-    """A pickle can set attributes of what it names: here of a class instead of an object."""
-    before = vars(Record).copy()
-    content = b"\x80\x02ctorch.distributed.checkpoint.metadata\nStorageMeta\n(N}U" + bytes([len(attribute)])
-    content += attribute.encode() + b"K\x01stb."
-    (tmp_path / METADATA).write_bytes(content)
-    with pytest.raises(CheckpointError, match="is not loaded"):
-        read_metadata(tmp_path)
-    assert vars(Record) == before and not hasattr(StorageMeta, "fields")
-
-
 @pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({"a": 1}), b"not a pickle at all"])
 def test_a_damaged_description_is_refused(tmp_path: Path, content: bytes) -> None:
     write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
@@ -339,21 +290,3 @@ def test_megatrons_readers_open_it(ranks: RankPool, tmp_path: Path, model: Model
     assert loaded.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(loaded[name], value), name
-
-
-def _read_plain_tensors(folder: Path) -> Tensor:
-    with tiny_resumable(tiny_config(GPT3_STYLE, precision=PrecisionConfig(precision="bf16")), 1):
-        tensors = dist_checkpointing.load_plain_tensors(str(folder))
-    return tensors["optimizer.exp_avg.decoder.layers.mlp.linear_fc2.weight"]
-
-
-@pytest.mark.xfail(
-    hasattr(TensorProperties(), "strides"),
-    reason="megatron-core 0.16.1 hands every field of TensorProperties to torch.empty, which has no strides",
-    raises=RankError,
-    strict=True,
-)
-def test_megatron_reads_plain_tensors(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(run_tiny_on_a_rank, fp32_config(GPT3_STYLE), 2, None, tmp_path, None, 4, num_ranks=4)
-    (exp_avg,) = ranks.run(_read_plain_tensors, tmp_path / "iter_0000002", num_ranks=1)
-    assert exp_avg.any()

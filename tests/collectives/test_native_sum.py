@@ -41,15 +41,6 @@ def test_ring_order_and_rounding() -> None:
     assert sums == [[16.0, 384.0], [18.0, 448.0], [16.0, 448.0]]
 
 
-def test_a_hop_rounds_as_nccls_kernel_does() -> None:
-    """NCCL adds in FP16 and converts with saturation; for every pair of E4M3 numbers FP32 rounds to the same."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    pairs = torch.stack([codes.repeat(256), codes.repeat_interleave(256)]).view(E4M3)
-    in_fp16 = (pairs[0].half() + pairs[1].half()).float().clamp(-448.0, 448.0).to(E4M3)
-    hop = ring_sum(pairs, first=0).float()
-    torch.testing.assert_close(hop, in_fp16.float(), rtol=0, atol=0, equal_nan=True)
-
-
 def _reduce(
     group: torch.distributed.ProcessGroup, values: Tensor, num_tensors: int, initial_mu: float, times: int
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
@@ -145,16 +136,6 @@ def test_a_bad_value_makes_exactly_its_block_nan(ranks: RankPool, bad: float) ->
     result, _ = reduced(ranks, values)
     tensor = slice(0, 40 * GRAD_BLOCK)
     assert torch.equal(result[tensor], clean[tensor])
-
-
-def test_zero_ranks(ranks: RankPool) -> None:
-    values = GradientSource("uncorrelated", blocks_per_tensor=16).draw(4)
-    values[1:] = 0.0
-    mean, _ = reduced(ranks, values, initial_mu=0.25)
-    assert worst_snr_db(mean, values.double().mean(dim=0)) > 30.0  # moved to the shared scale without rounding
-    values[0] = 0.0
-    mean, states = reduced(ranks, values, times=3)
-    assert not mean.any() and states[-1]["mu"].eq(1.0).all(), "a gradient of zero says nothing about μ"
 
 
 def test_an_outlier_takes_its_tensors_range(ranks: RankPool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.collectives.scale_sync import max_over_group_
-from fp8_megatron.collectives.traffic import TrafficKind, count_all_gather, counted_traffic
+from fp8_megatron.collectives.traffic import counted_traffic
 from fp8_megatron.collectives.wire import WireTensor
 from fp8_megatron.dtypes import E4M3, GRAD_BLOCK, GradReduceMode, StorageDtype
 from tests.harness.ranks import RankPool, on_default_group
@@ -83,17 +81,3 @@ def test_a_step_sends_two_bytes_a_parameter(ranks: RankPool, world: int) -> None
                 "all_gather": NUMEL // world * (world - 1),
                 "scale_sync": 8 * (world - 1) // world,
             }
-
-
-def test_threads_and_nested_counters() -> None:
-    """As from autograd's threads: the counter belongs to the process, and each counts its whole block."""
-    with counted_traffic() as outer:
-        thread = threading.Thread(target=count_all_gather, args=(10, 3))
-        thread.start()
-        thread.join()
-        with counted_traffic() as inner:
-            count_all_gather(100, 2)
-        count_all_gather(1, 2)
-    count_all_gather(1000, 2)
-    assert outer.sent_bytes[TrafficKind.ALL_GATHER] == 121 and inner.total_bytes == 100
-    assert outer.sent_bytes["reduce_scatter"] == 0

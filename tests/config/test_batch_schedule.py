@@ -85,26 +85,14 @@ def test_counts_are_those_of_single_steps(phases: tuple[tuple[int, int], ...]) -
         ("--rampup-batch-size 4 4 100 --step-batch-size-schedule 0:4", "both set the global batch; drop one"),
         ("--train-samples 15", "train_samples(15) are fewer than one global batch of 16; raise it"),
         ("--train-samples 640 --train-iters 40", "train_iters(40) does not fit train_samples(640)"),
-        (
-            "--train-samples 640 --lr-warmup-iters 4",
-            "lr_warmup_iters(4) does not fit train_samples(640), which",
-        ),
+        ("--train-samples 640 --lr-warmup-iters 4", "lr_warmup_iters(4) does not fit train_samples(640), which"),
         ("--train-samples 640 --lr-decay-iters 4", "give lr_decay_samples, or drop one"),
         ("--train-iters 40 --lr-decay-samples 64", "lr_decay_samples(64) does not fit train_iters(40), which counts"),
-        (
-            "--train-samples 640 --lr-warmup-samples 64 --lr-decay-samples 64",
-            "lr_warmup_samples(64) ≥ lr_decay_samples(64); the warm-up must end before the decay does",
-        ),
+        ("--train-samples 640 --lr-warmup-samples 64 --lr-decay-samples 64", "lr_warmup_samples(64) ≥ lr_decay_sampl"),
         ("--lr-warmup-fraction 0.1 --train-samples 640 --lr-warmup-samples 5", "both set the warm-up; drop one"),
-        (
-            "--train-samples 1_000_000_000_000",
-            "train_samples(1000000000000) are 62500000000 steps, more than 2147483647",
-        ),
+        ("--train-samples 1_000_000_000_000", "train_samples(1000000000000) are 62500000000 steps, more than"),
         ("--train-samples 640 --lr-decay-style WSD", "needs lr_wsd_decay_samples, the samples of its final decay"),
-        (
-            "--train-samples 640 --lr-decay-style WSD --lr-wsd-decay-samples 641",
-            "lr_wsd_decay_samples(641) > train_samples(640) - 0 samples of warm-up",
-        ),
+        ("--train-samples 640 --lr-decay-style WSD --lr-wsd-decay-samples 641", "lr_wsd_decay_samples(641) > train_s"),
         ("--start-weight-decay 0.1", "start_weight_decay(0.1) has no effect under weight_decay_incr_style(constant)"),
         ("--weight-decay-incr-style linear --start-weight-decay 0", "needs end_weight_decay; give --end-weight-decay"),
         (
@@ -113,19 +101,10 @@ def test_counts_are_those_of_single_steps(phases: tuple[tuple[int, int], ...]) -
         ),
         ("--decoupled-min-lr 1e-5", "decoupled_min_lr(1e-05) has no effect without decoupled_lr"),
         ("--decoupled-lr 1e-5 --min-lr 1e-4", "min_lr(0.0001) > decoupled_lr(1e-05)"),
-        (
-            "--train-iters 40 --iterations-to-skip 3 41 50",
-            "iterations_to_skip(41 50) come after the last iteration(40) of train_iters(40); drop them",
-        ),
-        (
-            "--train-samples 640 --iterations-to-skip 40 41",
-            "iterations_to_skip(41) come after the last iteration(40) of train_samples(640)",
-        ),
+        ("--train-iters 40 --iterations-to-skip 3 41 50", "iterations_to_skip(41 50) come after the last"),
+        ("--train-samples 640 --iterations-to-skip 40 41", "iterations_to_skip(41) come after the last"),
         ("--iterations-to-skip 0 3 x", "iterations_to_skip(0 x) are not iterations; give numbers from 1 on"),
-        (
-            "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --load .",
-            "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler contradict each other",
-        ),
+        ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --load .", "override_opt_param_schedul"),
     ],
 )
 def test_what_cannot_work_is_one_line(flags: str, message: str) -> None:

@@ -111,29 +111,13 @@ FULL = "--recompute-granularity full "
 @pytest.mark.parametrize(
     ("world_size", "flags", "message"),
     [
-        (
-            1,
-            "--swiglu --squared-relu",
-            "swiglu and squared_relu are different activations of one MLP; give one of them",
-        ),
+        (1, "--swiglu --squared-relu", "swiglu and squared_relu are different activations of one MLP; give one of"),
         (1, "--quick-geglu --squared-relu", "squared_relu and quick_geglu are different activations"),
-        (
-            1,
-            "--recompute-activations --recompute-modules moe",
-            "recompute_modules(moe): there is no mixture of experts;",
-        ),
-        (
-            1,
-            "--recompute-activations --recompute-modules mlps",
-            "recompute_modules(mlps): there is no such module; choo",
-        ),
+        (1, "--recompute-activations --recompute-modules moe", "recompute_modules(moe): there is no mixture of"),
+        (1, "--recompute-activations --recompute-modules mlps", "recompute_modules(mlps): there is no such module;"),
         (1, "--recompute-modules mlp", "recompute_modules(mlp) belong to recompute_granularity(selective), not (None)"),
         (1, "--recompute-activations --recompute-modules layernorm", "has no effect alone: FP8 layers recompute norms"),
-        (
-            1,
-            "--bf16 --recompute-activations --recompute-modules layernorm mlp",
-            "layers of precision(bf16) keep the out",
-        ),
+        (1, "--bf16 --recompute-activations --recompute-modules layernorm mlp", "layers of precision(bf16) keep the"),
         (1, "--recompute-activations --cuda-graph-impl local", "cannot record recompute_granularity(selective), which"),
         (
             1,
@@ -142,25 +126,13 @@ FULL = "--recompute-granularity full "
         ),
         # ranges
         (1, "--num-layers 0", "num_layers(0) is out of range; give --num-layers a whole number of at least 1"),
-        (
-            1,
-            "--ffn-hidden-size -16",
-            "ffn_hidden_size(-16) is out of range; give --ffn-hidden-size a whole",
-        ),
+        (1, "--ffn-hidden-size -16", "ffn_hidden_size(-16) is out of range; give --ffn-hidden-size a whole"),
         (1, "--vocab-size 0", "vocab_size(0) is out of range"),
         (1, "--lr 0", "lr(0.0) is out of range; give --lr a finite number of at least 1e-30 and"),
         (1, "--lr 1e-320", "lr(1e-320) is out of range; give --lr a finite number of at least 1e-30 and"),
         (1, "--lr nan", "lr(nan) is out of range; give --lr a finite number of at least 1e-30 and"),
-        (
-            1,
-            "--adam-beta2 1",
-            "adam_beta2(1.0) is out of range; give --adam-beta2 a finite number of at least 0 and",
-        ),
-        (
-            1,
-            "--rotary-percent 1.5",
-            "give --rotary-percent a finite number above 0 and up to 1",
-        ),
+        (1, "--adam-beta2 1", "adam_beta2(1.0) is out of range; give --adam-beta2 a finite number of at least 0 and"),
+        (1, "--rotary-percent 1.5", "give --rotary-percent a finite number above 0 and up to 1"),
         (1, "--eval-iters -1", "eval_iters(-1) is out of range; give --eval-iters a whole number of at least 0"),
         (1, "--save here --keep-last 0", "keep_last(0) is out of range"),
         # layout
@@ -169,77 +141,27 @@ FULL = "--recompute-granularity full "
             "--check-weight-hash-across-dp-replicas-interval 10 --pipeline-model-parallel-size 2",
             "check_weight_hash_across_dp_replicas_interval(10) compares ranks that hold the same weights, but",
         ),
-        (
-            48,
-            "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4",
-            "tensor_model_parallel_size(8) × pipeline_model_parallel_size(4) = 32 does not divide WORLD_SIZE(48); "
-            "choose sizes whose product does",
-        ),
-        (
-            2,
-            TP2 + "--sequence-parallel --seq-length 1023 --micro-batch-size 16",
-            "seq_length(1023) % tensor_model_parallel_size(2) = 1; choose a seq_length that is a multiple of 2",
-        ),
+        (48, "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4", "tensor_model_parallel_size(8) ×"),
+        (2, TP2 + "--sequence-parallel --seq-length 1023 --micro-batch-size 16", "seq_length(1023) % tensor_model_pa"),
         (2, PP2 + "--num-layers 5", "num_layers(5) % pipeline_model_parallel_size(2) = 1"),
-        (
-            4,
-            "--micro-batch-size 4 --global-batch-size 24",
-            "global_batch_size(24) is not a multiple of micro_batch_size(4) × data-parallel size(4) = 16; "
-            "choose 16 or 32, or a smaller micro_batch_size",
-        ),
+        (4, "--micro-batch-size 4 --global-batch-size 24", "global_batch_size(24) is not a multiple of"),
         (4, "--global-batch-size 8", "global_batch_size(8) is not a multiple of micro_batch_size(4)"),
         (1, "--num-layers-per-virtual-pipeline-stage 2", "pipeline_model_parallel_size(1) has one"),
-        (
-            2,
-            PP2 + "--num-layers-per-virtual-pipeline-stage 5 --global-batch-size 8",
-            "stage(5) does not divide num_layers(24) / pipeline_model_parallel_size(2) = 12 layers of a stage",
-        ),
+        (2, PP2 + "--num-layers-per-virtual-pipeline-stage 5 --global-batch-size 8", "stage(5) does not divide"),
         (2, PP2 + "--num-layers-per-virtual-pipeline-stage 12 --global-batch-size 8", "choose a smaller divisor of 12"),
-        (
-            2,
-            PP2 + "--num-layers-per-virtual-pipeline-stage 3 --global-batch-size 12",
-            "in groups of pipeline_model_parallel_size(2), but there are 3 per step",
-        ),
+        (2, PP2 + "--num-layers-per-virtual-pipeline-stage 3 --global-batch-size 12", "in groups of pipeline_model_p"),
         # reduction
-        (
-            2,
-            "--ddp-bucket-size 0",
-            "ddp_bucket_size(0) is out of range; give --ddp-bucket-size a whole",
-        ),
-        (
-            2,
-            "--bf16 --fp8-grad-reduce hierarchical",
-            "fp8_grad_reduce(hierarchical) reduces FP8 gradients, but main_grads_dtype is fp32",
-        ),
-        (
-            2,
-            "--main-grads-dtype bf16 --fp8-grad-reduce nccl",
-            "fp8_grad_reduce(nccl) reduces FP8 gradients, but main_grads_dtype is bf16",
-        ),
-        (
-            2,
-            "--fp8-wire-intra fp8",
-            "fp8_wire_intra(fp8) has no effect under fp8_grad_reduce(all_to_all); drop it or choose",
-        ),
+        (2, "--ddp-bucket-size 0", "ddp_bucket_size(0) is out of range; give --ddp-bucket-size a whole"),
+        (2, "--bf16 --fp8-grad-reduce hierarchical", "fp8_grad_reduce(hierarchical) reduces FP8 gradients, but"),
+        (2, "--main-grads-dtype bf16 --fp8-grad-reduce nccl", "fp8_grad_reduce(nccl) reduces FP8 gradients, but"),
+        (2, "--fp8-wire-intra fp8", "fp8_wire_intra(fp8) has no effect under fp8_grad_reduce(all_to_all); drop it"),
         (1, "--loss-scale 8", "loss_scale(8.0) has no effect under precision(fp8)"),
         (1, "--fp16 --loss-scale 0", "loss_scale(0.0) is out of range"),
         (1, "--main-params-dtype split --opt-level O2", "main_params_dtype(split) is half of an FP8 weight"),
-        (
-            1,
-            "--main-params-dtype split --adam-beta2 0.8",
-            "adam_beta1(0.9)² ≥ adam_beta2(0.8) has not; raise adam_beta2",
-        ),
+        (1, "--main-params-dtype split --adam-beta2 0.8", "adam_beta1(0.9)² ≥ adam_beta2(0.8) has not; raise"),
         # heads
-        (
-            1,
-            "--num-attention-heads 24 --bf16",
-            "hidden_size(1024) % num_attention_heads(24) = 16; choose hidden_size = 1008",
-        ),
-        (
-            3,
-            "--bf16 --ffn-hidden-size 3072 --tensor-model-parallel-size 3",
-            "num_attention_heads(16) % tensor_model_parallel_size(3) = 1",
-        ),
+        (1, "--num-attention-heads 24 --bf16", "hidden_size(1024) % num_attention_heads(24) = 16; choose"),
+        (3, "--bf16 --ffn-hidden-size 3072 --tensor-model-parallel-size 3", "num_attention_heads(16) % tensor_model_"),
         (
             3,
             "--bf16 --swiglu --hidden-size 768 --num-attention-heads 12 --tensor-model-parallel-size 3",
@@ -249,143 +171,52 @@ FULL = "--recompute-granularity full "
         (2, "--fp16 --ffn-hidden-size 4097 " + TP2, "ffn_hidden_size(4097) % tensor_model_parallel_size(2) = 1"),
         (1, GQA + "--num-query-groups 3", "num_attention_heads(16) % num_query_groups(3) = 1"),
         (2, GQA + TP2 + "--num-query-groups 1", "num_query_groups(1) % tensor_model_parallel_size(2) = 1"),
-        (
-            2,
-            TP2 + "--tp-transport copy_engine",
-            "precision is fp8 and sequence_parallel False; pass --sequence-parallel",
-        ),
-        (
-            1,
-            "--tp-transport nccl",
-            "tp_transport(nccl) serves FP8 layers under sequence parallelism, but precision is fp8",
-        ),
-        (
-            2,
-            TP2 + "--sequence-parallel --bf16 --tp-transport copy_engine",
-            "precision is bf16 and sequence_parallel True; pass --sequence-parallel with --precision fp8, or "
-            "--tp-transport auto",
-        ),
+        (2, TP2 + "--tp-transport copy_engine", "precision is fp8 and sequence_parallel False; pass"),
+        (1, "--tp-transport nccl", "tp_transport(nccl) serves FP8 layers under sequence parallelism, but precision"),
+        (2, TP2 + "--sequence-parallel --bf16 --tp-transport copy_engine", "precision is bf16 and sequence_parallel"),
         (1, "--num-query-groups 4", "num_query_groups(4) has no effect alone; add --group-query-attention"),
-        (
-            1,
-            "--position-embedding-type rope --kv-channels 33 --bf16",
-            "head width(33) × rotary_percent(1.0) = 33 is not a positive even number",
-        ),
-        (
-            1,
-            "--position-embedding-type yarn",
-            "rotary_scaling_factor(1.0) scales nothing; give --rotary-scaling-factor",
-        ),
+        (1, "--position-embedding-type rope --kv-channels 33 --bf16", "head width(33) × rotary_percent(1.0) = 33 is"),
+        (1, "--position-embedding-type yarn", "rotary_scaling_factor(1.0) scales nothing; give"),
         (1, f"{YARN} --rotary-base 1", "position_embedding_type(yarn) needs a rotary_base above 1"),
-        (
-            1,
-            f"{YARN} --yarn-beta-fast 2 --yarn-beta-slow 2",
-            "yarn_beta_fast(2.0) is not above yarn_beta_slow(2.0); give a larger --yarn-beta-fast",
-        ),
+        (1, f"{YARN} --yarn-beta-fast 2 --yarn-beta-slow 2", "yarn_beta_fast(2.0) is not above yarn_beta_slow(2.0);"),
         (1, f"{YARN} --kv-channels 33 --bf16", "head width(33)"),
         (1, "--max-position-embeddings 512", "max_position_embeddings(512) < seq_length(1024); choose at least 1024"),
         # sizes of FP8 GEMMs
-        (
-            1,
-            "--fp8-recipe blockwise --ffn-hidden-size 4000",
-            "FP8 GEMM: ffn_hidden_size(4000) is not a multiple of 128; choose one (3968 or 4096), or --fp8-recipe "
-            "tensorwise",
-        ),
+        (1, "--fp8-recipe blockwise --ffn-hidden-size 4000", "FP8 GEMM: ffn_hidden_size(4000) is not a multiple of"),
         (
             4,
             "--fp8-recipe blockwise --tensor-model-parallel-size 4 --sequence-parallel --seq-length 256 "
             "--micro-batch-size 3",
             "256) × micro_batch_size(3) = 768 tokens is not a multiple of 128 × tensor_model_parallel_size(4) = 512",
         ),
-        (
-            1,
-            "--hidden-size 1000 --kv-channels 64",
-            "hidden_size(1000) is not a multiple of 16; choose one (992 or 1008)",
-        ),
-        (
-            2,
-            TP2 + "--ffn-hidden-size 4112",
-            "size(4112) is not a multiple of 16 × tensor_model_parallel_size(2) = 32; choose one (4096 or 4128)",
-        ),
-        (
-            1,
-            GQA + "--num-attention-heads 16 --kv-channels 5 --num-query-groups 1",
-            "(heads(16) + 2 × groups(1)) × head width(5) = 90 is not a multiple of 16",
-        ),
-        (
-            1,
-            GQA + "--num-attention-heads 2 --kv-channels 4 --num-query-groups 1",
-            "heads(2) × head width(4) = 8 is not a multiple of 16; choose one (16)",
-        ),
+        (1, "--hidden-size 1000 --kv-channels 64", "hidden_size(1000) is not a multiple of 16; choose one (992 or"),
+        (2, TP2 + "--ffn-hidden-size 4112", "size(4112) is not a multiple of 16 × tensor_model_parallel_size(2) ="),
+        (1, GQA + "--num-attention-heads 16 --kv-channels 5 --num-query-groups 1", "(heads(16) + 2 × groups(1)) ×"),
+        (1, GQA + "--num-attention-heads 2 --kv-channels 4 --num-query-groups 1", "heads(2) × head width(4) = 8 is"),
         (1, "--seq-length 10 --micro-batch-size 4", "seq_length(10) × micro_batch_size(4) = 40 tokens"),
         # recomputation
         (1, FULL + "--recompute-method uniform", "recompute_granularity(full) needs recompute_num_layers;"),
         (1, FULL, "recompute_granularity(full) needs recompute_method and recompute_num_layers;"),
-        (
-            2,
-            PP2 + FULL + "--recompute-method block --recompute-num-layers 13",
-            "recompute_num_layers(13) > 12 layers of a pipeline stage",
-        ),
-        (
-            1,
-            FULL + "--recompute-method uniform --recompute-num-layers 5",
-            "recompute_method(uniform) with recompute_num_layers(5) does not divide the 24 layers of a pipeline stage "
-            "into equal parts; choose a divisor of 24, or recompute_method block",
-        ),
-        (
-            1,
-            FULL + "--recompute-method uniform --recompute-num-layers 48",
-            "recompute_num_layers(48) does not divide the 24 layers of a pipeline stage",
-        ),
-        (
-            2,
-            PP2 + FULL + "--recompute-method uniform --recompute-num-layers 8",
-            "recompute_num_layers(8) does not divide the 12 layers of a pipeline stage",
-        ),
-        (
-            2,
-            VIRTUAL4 + FULL + "--recompute-method uniform --recompute-num-layers 3",
-            "recompute_num_layers(3) does not divide the 4 layers of a virtual pipeline stage",
-        ),
-        (
-            2,
-            VIRTUAL4 + FULL + "--recompute-method block --recompute-num-layers 5",
-            "recompute_num_layers(5) > 4 layers of a virtual pipeline stage; choose at most 4",
-        ),
+        (2, PP2 + FULL + "--recompute-method block --recompute-num-layers 13", "recompute_num_layers(13) > 12"),
+        (1, FULL + "--recompute-method uniform --recompute-num-layers 5", "recompute_method(uniform) with"),
+        (1, FULL + "--recompute-method uniform --recompute-num-layers 48", "recompute_num_layers(48) does not"),
+        (2, PP2 + FULL + "--recompute-method uniform --recompute-num-layers 8", "recompute_num_layers(8) does not"),
+        (2, VIRTUAL4 + FULL + "--recompute-method uniform --recompute-num-layers 3", "recompute_num_layers(3) does"),
+        (2, VIRTUAL4 + FULL + "--recompute-method block --recompute-num-layers 5", "recompute_num_layers(5) > 4"),
         (1, "--recompute-granularity selective --recompute-num-layers 2", "recompute_num_layers(2) belong to"),
         # what leaves the device, and the loss over chunks
-        (
-            1,
-            "--cpu-offloading-num-layers 25",
-            "cpu_offloading_num_layers(25) > 24 layers of a pipeline stage; choose at most 24",
-        ),
-        (
-            2,
-            VIRTUAL4 + "--cpu-offloading-num-layers 5",
-            "cpu_offloading_num_layers(5) > 4 layers of a virtual pipeline stage; choose at most 4",
-        ),
+        (1, "--cpu-offloading-num-layers 25", "cpu_offloading_num_layers(25) > 24 layers of a pipeline stage;"),
+        (2, VIRTUAL4 + "--cpu-offloading-num-layers 5", "cpu_offloading_num_layers(5) > 4 layers of a virtual"),
         (
             1,
             FULL + "--recompute-method uniform --recompute-num-layers 4 --cpu-offloading-num-layers 10",
             "cpu_offloading_num_layers(10) % recompute_num_layers(4) = 2: recomputed chunks are offloaded whole",
         ),
-        (
-            1,
-            "--cpu-offloading-num-layers 2 --cuda-graph-impl local",
-            "does not record copies to the host, cpu_offloading_num_layers is 2; drop one",
-        ),
+        (1, "--cpu-offloading-num-layers 2 --cuda-graph-impl local", "does not record copies to the host,"),
         (1, "--loss-chunk-size 1024", "loss_chunk_size(1024) is not below seq_length(1024); choose less than 1024"),
         (1, "--loss-chunk-size 100", "loss_chunk_size(100) is not a multiple of 16; choose 96"),
-        (
-            2,
-            "--loss-chunk-size 16 --tensor-model-parallel-size 2 --sequence-parallel",
-            "loss_chunk_size(16) is not a multiple of 16 × tensor_model_parallel_size(2) = 32; choose 32",
-        ),
-        (
-            1,
-            "--mlp-chunks-for-training 4 --recompute-activations",
-            "mlp_chunks_for_training(4): backward recomputes MLPs in chunks; give --recompute-granularity full",
-        ),
+        (2, "--loss-chunk-size 16 --tensor-model-parallel-size 2 --sequence-parallel", "loss_chunk_size(16) is not"),
+        (1, "--mlp-chunks-for-training 4 --recompute-activations", "mlp_chunks_for_training(4): backward recomputes"),
         (
             2,
             FULL + "--recompute-method uniform --recompute-num-layers 1 --mlp-chunks-for-training 64 "
@@ -395,11 +226,7 @@ FULL = "--recompute-granularity full "
         ),
         (1, "--loss-chunk-size 16 --cuda-graph-impl local", "does not record the backward inside loss_chunk_size(16)"),
         # precision
-        (
-            2,
-            "--bf16 --fp8-pipeline-communication --pipeline-model-parallel-size 2",
-            "fp8_pipeline_communication is for FP8 layers, which precision(bf16) does not have; drop it or choose",
-        ),
+        (2, "--bf16 --fp8-pipeline-communication --pipeline-model-parallel-size 2", "fp8_pipeline_communication is"),
         (1, "--bf16 --fp8-lm-head", "fp8_lm_head runs this project's FP8 GEMMs, which precision(bf16) does not use"),
         (
             2,
@@ -418,11 +245,7 @@ FULL = "--recompute-granularity full "
         (1, FP8_ATTENTION + "--kv-channels 64", "takes heads of 128 columns, not 64"),
         (1, "--bf16 --params-dtype fp8", "params_dtype(fp8) has no effect under precision(bf16)"),
         (1, "--bf16 --exp-avg-sq-dtype fp16", "exp_avg_sq_dtype(fp16) has no effect under precision(bf16)"),
-        (
-            1,
-            "--params-dtype fp16",
-            "a master in fp16 (main_params_dtype or opt_level O3) holds no more than the weight",
-        ),
+        (1, "--params-dtype fp16", "a master in fp16 (main_params_dtype or opt_level O3) holds no more than the"),
         (1, "--params-dtype fp32 --main-params-dtype bf16", "weight in params_dtype(fp32)"),
         (1, "--bf16 --main-grads-dtype bf16", "main_grads_dtype(bf16) has no effect under precision(bf16)"),
         (1, "--bf16 --exp-avg-dtype int8", "exp_avg_dtype(int8) has no effect under precision(bf16)"),
@@ -434,11 +257,7 @@ FULL = "--recompute-granularity full "
         (1, "--num-layers-at-end-in-bf16 2", "num_layers_at_end_in_bf16(2) have no effect alone"),
         # schedule
         (1, "--lr-warmup-fraction 1", "lr_warmup_fraction(1.0) is out of range"),
-        (
-            1,
-            "--lr-warmup-fraction 0.1 --lr-warmup-iters 5",
-            "lr_warmup_fraction(0.1) and lr_warmup_iters(5) both set the warm-up; drop one",
-        ),
+        (1, "--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "lr_warmup_fraction(0.1) and lr_warmup_iters(5) both"),
         (1, WSD + "--lr-wsd-decay-iters 2 --lr-warmup-iters 2000", "> train_iters(1000) - 999 steps of warm-up"),
         (1, "--lr-warmup-iters 50 --lr-decay-iters 50", "lr_warmup_iters(50) ≥ lr_decay_iters(50)"),
         (1, "--lr 1e-4 --min-lr 2e-4", "min_lr(0.0002) > lr(0.0001); choose at most 0.0001"),
@@ -459,111 +278,43 @@ FULL = "--recompute-granularity full "
         (1, "--async-save", "async_save(True) needs a folder to save into; give --save"),
         (1, "--save-retain-interval 5", "save_retain_interval(5) needs a folder to save into; give --save"),
         (1, "--ckpt-state-dtype fp32", "ckpt_state_dtype(fp32) needs a folder to save into; give --save"),
-        (
-            1,
-            "--save here --save-retain-interval 5",
-            "save_retain_interval(5) chooses among the checkpoints of save_interval, which is not given; "
-            "give --save-interval",
-        ),
+        (1, "--save here --save-retain-interval 5", "save_retain_interval(5) chooses among the checkpoints of"),
         # weight gradients with a delayed scale
-        (
-            1,
-            "--fp8-weight-grad-scaling delayed --fp8-recipe tensorwise",
-            "takes scales from the amax history of fp8_recipe(delayed), not tensorwise; give both",
-        ),
-        (
-            1,
-            "--fp8-weight-grad-scaling delayed --precision bf16",
-            "fp8_weight_grad_scaling(delayed) is for FP8's linear weights, precision is bf16",
-        ),
+        (1, "--fp8-weight-grad-scaling delayed --fp8-recipe tensorwise", "takes scales from the amax history of"),
+        (1, "--fp8-weight-grad-scaling delayed --precision bf16", "fp8_weight_grad_scaling(delayed) is for FP8's"),
         (
             1,
             "--fp8-weight-grad-scaling delayed --fp8-recipe delayed --main-grads-dtype bf16",
             "fp8_weight_grad_scaling(delayed) is for gradients in fp8, main_grads_dtype is bf16; drop one",
         ),
         # steps as CUDA graphs
-        (
-            1,
-            "--cuda-graph-impl local --recompute-granularity selective",
-            "cuda_graph_impl(local) cannot record recompute_granularity(selective)",
-        ),
-        (
-            1,
-            "--cuda-graph-impl local --release-gradients --clip-grad 0",
-            "cuda_graph_impl(local) would repeat the recorded learning rate in the updates of release_gradients",
-        ),
-        (
-            1,
-            "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
-            "cuda_graph_warmup_steps(1): the first step with delayed scales is the second; choose at least 2",
-        ),
+        (1, "--cuda-graph-impl local --recompute-granularity selective", "cuda_graph_impl(local) cannot record"),
+        (1, "--cuda-graph-impl local --release-gradients --clip-grad 0", "cuda_graph_impl(local) would repeat the"),
+        (1, "--cuda-graph-impl local --cuda-graph-warmup-steps 1", "cuda_graph_warmup_steps(1): the first step with"),
         # transposes kept between micro-batches
-        (
-            1,
-            "--keep-fp8-transpose-cache 4 --micro-batch-size 2 --global-batch-size 2",
-            "keep_fp8_transpose_cache(4) saves work from one micro-batch of a step to the next, but there is one",
-        ),
-        (
-            1,
-            "--keep-fp8-transpose-cache 4 --precision bf16",
-            "keep_fp8_transpose_cache(4) is for FP8's weights, precision is bf16; drop it or choose fp8",
-        ),
+        (1, "--keep-fp8-transpose-cache 4 --micro-batch-size 2 --global-batch-size 2", "keep_fp8_transpose_cache(4)"),
+        (1, "--keep-fp8-transpose-cache 4 --precision bf16", "keep_fp8_transpose_cache(4) is for FP8's weights,"),
         # gradients released during backward
-        (
-            1,
-            "--release-gradients",
-            "release_gradients updates weights during backward, before the norm that clip_grad(1.0) clips by is known; "
-            "give --clip-grad 0, or drop it",
-        ),
+        (1, "--release-gradients", "release_gradients updates weights during backward, before the norm that"),
         (
             1,
             "--release-gradients --clip-grad 0 --micro-batch-size 2 --global-batch-size 8",
             "but a step has 4 micro-batches to add up; choose global_batch_size = micro_batch_size(2), or drop it",
         ),
-        (
-            4,
-            "--release-gradients --clip-grad 0",
-            "but 4 data-parallel ranks have gradients to reduce first; drop it (they hold 4 / 4 bytes of gradients",
-        ),
-        (
-            1,
-            "--release-gradients --clip-grad 0 --precision bf16",
-            "release_gradients is for FP8's linear weights, precision is bf16; drop it or choose fp8",
-        ),
-        (
-            1,
-            "--release-gradients --clip-grad 0 --precision fp16",
-            "before an overflow of the loss scale can be known; choose --precision fp8",
-        ),
+        (4, "--release-gradients --clip-grad 0", "but 4 data-parallel ranks have gradients to reduce first; drop it"),
+        (1, "--release-gradients --clip-grad 0 --precision bf16", "release_gradients is for FP8's linear weights,"),
+        (1, "--release-gradients --clip-grad 0 --precision fp16", "before an overflow of the loss scale can be"),
         # profiles
-        (
-            1,
-            "--train-iters 5 --profile",
-            "profile_step_start(10) and profile_step_end(12) are not a range of steps within train_iters(5); steps "
-            "count from 1 and the end is not profiled itself",
-        ),
-        (
-            1,
-            "--profile --profile-step-start 4 --profile-step-end 4",
-            "profile_step_start(4) and profile_step_end(4) are not a range of steps within train_iters(1000); "
-            "steps count from 1 and the end is not profiled itself",
-        ),
-        (
-            1,
-            "--nccl-communicator-config-path nowhere.yaml",
-            "nccl_communicator_config_path(nowhere.yaml) is not a file; give a YAML such as {dp_cp: {max_ctas: 8}}",
-        ),
+        (1, "--train-iters 5 --profile", "profile_step_start(10) and profile_step_end(12) are not a range of steps"),
+        (1, "--profile --profile-step-start 4 --profile-step-end 4", "profile_step_start(4) and profile_step_end(4)"),
+        (1, "--nccl-communicator-config-path nowhere.yaml", "nccl_communicator_config_path(nowhere.yaml) is not a"),
         (
             1,
             "--profile --profile-step-start 4 --profile-step-end 6 --iterations-to-skip 4 5",
             "profile_step_start(4) and profile_step_end(6): iterations_to_skip leaves out all of these steps; profile "
             "others",
         ),
-        (
-            2,
-            "--profile --profile-ranks 2 8",
-            "profile_ranks(2 8): WORLD_SIZE(2) has none of these ranks; give ranks below 2",
-        ),
+        (2, "--profile --profile-ranks 2 8", "profile_ranks(2 8): WORLD_SIZE(2) has none of these ranks; give ranks"),
         (1, "--profile --profile-ranks 0 x", "profile_ranks(x) are not ranks; give numbers, e.g. --profile-ranks 0 1"),
         (1, "--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
         (1, "--load here --ckpt-step 0", "ckpt_step(0) is out of range"),
@@ -581,25 +332,16 @@ def test_what_cannot_work_is_one_line_with_its_values(world_size: int, flags: st
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (
-            "--tokenizer-model t",
-            "exactly one of data_path, train_data_path and mock_data says where tokens come from, ",
-        ),
+        ("--tokenizer-model t", "exactly one of data_path, train_data_path and mock_data says where tokens come"),
         ("--data-path a --mock-data --vocab-size 9", "but 2 are given: data_path and mock_data; give one"),
         ("--data-path a", "tokenizer_type(SentencePieceTokenizer) needs tokenizer_model; give --tokenizer-model"),
         ("--data-path a --tokenizer-type HuggingFaceTokenizer", "tokenizer_type(HuggingFaceTokenizer) needs"),
         ("--data-path a --tokenizer-type NullTokenizer", "tokenizer_type(NullTokenizer) needs vocab_size"),
         ("--mock-data", "mock_data needs vocab_size"),
-        (
-            "--tokenizer-model t --train-data-path a --eval-interval 100",
-            "eval_interval(100) with train_data_path needs valid_data_path",
-        ),
+        ("--tokenizer-model t --train-data-path a --eval-interval 100", "eval_interval(100) with train_data_path"),
         ("--tokenizer-model t --train-data-path a --valid-data-path b --split 9,1,0", "split(9,1,0) cuts data_path"),
         ("--tokenizer-model t --data-path a --valid-data-path b", "valid_data_path(b) and test_data_path() go with"),
-        (
-            "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100",
-            "split(1,0,0) leaves nothing to validate on every eval_interval(100)",
-        ),
+        ("--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100", "split(1,0,0) leaves nothing to"),
         (
             "--tokenizer-model t --data-path a --split 1,0,0 --eval-interval 100 --eval-iters 0 --full-validation",
             "split(1,0,0) leaves nothing to validate on every eval_interval(100)",
@@ -689,18 +431,10 @@ IGNORED = [
     ("rotary_base", "--rotary-base 5", "under position_embedding_type(learned_absolute)"),
     ("rotary_percent", "--rotary-percent 0.5", "under position_embedding_type(learned_absolute)"),
     ("rotary_interleaved", "--rotary-interleaved", "under position_embedding_type(learned_absolute)"),
-    (
-        "rotary_seq_len_interpolation_factor",
-        "--rotary-seq-len-interpolation-factor 2",
-        "under position_embedding_type(learned_absolute)",
-    ),
+    ("rotary_seq_len_interpolation_factor", "--rotary-seq-len-interpolation-factor 2", "under position_embedding_typ"),
     ("use_rope_scaling", "--use-rope-scaling", "under position_embedding_type(learned_absolute)"),
     ("rope_scaling_factor", "--rope-scaling-factor 4", "under position_embedding_type(learned_absolute)"),
-    (
-        "rope_scaling_factor",
-        "--position-embedding-type rope --rope-scaling-factor 4",
-        "without use_rope_scaling",
-    ),
+    ("rope_scaling_factor", "--position-embedding-type rope --rope-scaling-factor 4", "without use_rope_scaling"),
     ("rotary_percent", f"{YARN} --rotary-percent 0.5", "under position_embedding_type(yarn); drop it or give"),
     ("rotary_interleaved", f"{YARN} --rotary-interleaved", "under position_embedding_type(yarn)"),
     (
@@ -720,24 +454,12 @@ IGNORED = [
         "--position-embedding-type rope --no-yarn-correction-range-round-to-int",
         "under position_embedding_type(rope); drop it or give --position-embedding-type yarn",
     ),
-    (
-        "fp8_pipeline_communication",
-        "--fp8-pipeline-communication",
-        "under pipeline_model_parallel_size(1); drop it or raise --pipeline-model-parallel-size",
-    ),
-    (
-        "fp8_context_communication",
-        "--fp8-context-communication",
-        "under context_parallel_size(1); drop it or raise --context-parallel-size",
-    ),
+    ("fp8_pipeline_communication", "--fp8-pipeline-communication", "under pipeline_model_parallel_size(1); drop it"),
+    ("fp8_context_communication", "--fp8-context-communication", "under context_parallel_size(1); drop it or raise"),
     ("opt_level", "--bf16 --opt-level O2", "under precision(bf16); drop it or choose --precision fp8"),
     ("first_last_layers_bf16", "--fp16 --first-last-layers-bf16", "under precision(fp16)"),
     ("fp8_power_of_two_scales", "--bf16 --fp8-power-of-two-scales", "under precision(bf16)"),
-    (
-        "fp8_amax_history_len",
-        "--fp8-recipe tensorwise --fp8-amax-history-len 4",
-        "under fp8_recipe(tensorwise); drop it or choose --fp8-re",
-    ),
+    ("fp8_amax_history_len", "--fp8-recipe tensorwise --fp8-amax-history-len 4", "under fp8_recipe(tensorwise);"),
     ("fp8_margin", "--fp8-recipe tensorwise --fp8-margin 1", "under fp8_recipe(tensorwise); drop it or choose"),
     ("fp8_amax_compute_algo", "--fp8-recipe blockwise --fp8-amax-compute-algo most_recent", "under fp8_recipe(block"),
     ("fp8_weight_grad_scaling", "--bf16 --fp8-weight-grad-scaling block", "under precision(bf16)"),
@@ -748,11 +470,7 @@ IGNORED = [
         "--lr-decay-style constant --decoupled-lr 1e-3 --decoupled-min-lr 1e-5",
         "under lr_decay_style(constant)",
     ),
-    (
-        "lr_decay_iters",
-        "--lr-decay-style constant --lr-decay-iters 50",
-        "under lr_decay_style(constant) without a warm-up; drop it or choose another --lr-decay-style",
-    ),
+    ("lr_decay_iters", "--lr-decay-style constant --lr-decay-iters 50", "under lr_decay_style(constant) without a"),
     (
         "use_checkpoint_opt_param_scheduler",
         "--load . --finetune --use-checkpoint-opt_param-scheduler",
@@ -760,11 +478,7 @@ IGNORED = [
     ),
     ("grad_accumulation", "--bf16 --grad-accumulation local", "under precision(bf16); drop it or choose --precision"),
     ("grad_accumulation_dtype", "--bf16 --grad-accumulation-dtype bf16", "under precision(bf16)"),
-    (
-        "account_for_loss_in_pipeline_split",
-        "--account-for-loss-in-pipeline-split",
-        "under pipeline_model_parallel_size(1)",
-    ),
+    ("account_for_loss_in_pipeline_split", "--account-for-loss-in-pipeline-split", "under pipeline_model_parallel_si"),
     ("lr_wsd_decay_style", "--lr-wsd-decay-style linear", "under lr_decay_style(linear)"),
     ("eod_mask_loss", "--eod-mask-loss", "with mock_data"),
     ("reset_attention_mask", "--reset-attention-mask", "with mock_data"),

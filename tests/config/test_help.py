@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 
 import pytest
@@ -89,22 +88,3 @@ def test_readable_metavars(text: str) -> None:
     for line in ("--ffn-hidden-size INT", "--data-path STR [STR ...]", "--save STR", "--config FILE.yaml"):
         assert line in text
     assert "{None" not in text
-
-
-def test_chunks_of_mlps_are_of_all_layers(text: str) -> None:
-    """Which layers are recomputed does not matter, as in Megatron's `TransformerLayer`."""
-    assert "this holds for all layers" in entries(text)["--mlp-chunks-for-training"]
-
-
-def test_lines_of_a_comment_are_filled(text: str) -> None:
-    """A line of the source is no line of the help."""
-    lines = text[text.index("--num-layers") :].splitlines()
-    width = max(map(len, lines))
-    pairs = [
-        (one.rstrip(), other.split()[0])
-        for one, other in itertools.pairwise(lines)
-        if re.match(r" {7,}\S", one) and re.match(r" {7,}\S", other)
-    ]
-    assert len(pairs) > 100
-    short = [one for one, word in pairs if len(one) + 1 + len(word) < width - 2]
-    assert not short, short[:3]

@@ -241,10 +241,7 @@ def test_what_megatron_does_not_read_either_is_a_note(tmp_path: Path, flags: str
     [
         ("--save-interval 9", "save_interval(9) needs a folder to save into; give --save"),
         ("--save-retain-interval 9", "save_retain_interval(9) needs a folder to save into; give --save"),
-        (
-            "--non-persistent-save-interval 9",
-            "non_persistent_save_interval(9) needs a folder to save into; give --save",
-        ),
+        ("--non-persistent-save-interval 9", "non_persistent_save_interval(9) needs a folder to save into; give"),
         ("--async-save", "async_save(True) needs a folder to save into; give --save"),
         ("--no-save-optim", "no_save_optim has no effect without save; give --save"),
         ("--no-save-rng", "no_save_rng has no effect without save; give --save"),
@@ -262,10 +259,7 @@ def test_saving_without_a_folder_is_an_error(flags: str, problem: str) -> None:
     ("flags", "unread"),
     [
         ("", "with eval_interval(0) nothing reads valid_data_path(b c) and test_data_path(d); --eval-interval turns"),
-        (
-            "--eval-interval 5 --eval-iters 0",
-            "with eval_iters(0) nothing reads valid_data_path(b c) and test_data_path",
-        ),
+        ("--eval-interval 5 --eval-iters 0", "with eval_iters(0) nothing reads valid_data_path(b c) and"),
         ("--eval-interval 5 --eval-iters 0 --full-validation", "with eval_iters(0) nothing reads test_data_path(d);"),
         ("--eval-interval 5", None),
     ],

@@ -117,22 +117,14 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage "
     ("world_size", "flags", "said"),
     [
         (1, "--decoder-first-pipeline-num-layers 3", "needs pipeline stages, but pipeline_model_parallel_size(1)"),
-        (
-            4,
-            PP4 + "--decoder-first-pipeline-num-layers 4",
-            "num_layers(24) - decoder_first_pipeline_num_layers(4) = 20 for the other stages, 3; choose sizes that",
-        ),
+        (4, PP4 + "--decoder-first-pipeline-num-layers 4", "num_layers(24) - decoder_first_pipeline_num_layers(4) ="),
         (2, PP2 + "--decoder-first-pipeline-num-layers 24", "= 0 for the other stages, 1"),
         (
             2,
             PP2 + "--decoder-first-pipeline-num-layers 10 --decoder-last-pipeline-num-layers 13",
             "decoder_last_pipeline_num_layers(13) make 23 layers of two stages, but num_layers is 24; drop one",
         ),
-        (
-            4,
-            PP4 + "--account-for-embedding-in-pipeline-split",
-            "(num_layers(24) + the embedding) % pipeline_model_parallel_size(4) = 1",
-        ),
+        (4, PP4 + "--account-for-embedding-in-pipeline-split", "(num_layers(24) + the embedding) %"),
         (
             2,
             PP2 + "--decoder-first-pipeline-num-layers 10 --account-for-loss-in-pipeline-split",
@@ -150,25 +142,13 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage "
             "num_virtual_stages_per_pipeline_rank(2) does not divide the 9 layers of stage 0",
         ),
         (1, VIRTUAL, "num_virtual_stages_per_pipeline_rank(2) needs pipeline stages"),
-        (
-            2,
-            PP2 + GROUP + "2",
-            "microbatch_group_size_per_virtual_pipeline_stage(2) is for virtual stages, and there are none",
-        ),
-        (
-            4,
-            PP4 + VIRTUAL + "--num-layers 8 " + GROUP + "3",
-            "(3) is not between pipeline_model_parallel_size(4) and the 8 micro-batches",
-        ),
+        (2, PP2 + GROUP + "2", "microbatch_group_size_per_virtual_pipeline_stage(2) is for virtual stages, and"),
+        (4, PP4 + VIRTUAL + "--num-layers 8 " + GROUP + "3", "(3) is not between pipeline_model_parallel_size(4)"),
         (4, PP4 + VIRTUAL + "--num-layers 8 " + GROUP + "6", "(6) leaves 2 of 8 micro-batches to the last group"),
         (4, PP4 + VIRTUAL + "--num-layers 8 --global-batch-size 24", "in groups of pipeline_model_parallel_size(4)"),
         (2, PP2 + "--pipeline-model-parallel-layout Et*12|t*12m|L", "'m' is multi-token prediction, which there is"),
         (2, PP2 + "--pipeline-model-parallel-layout Et*12|x*12L", "'x' is no kind of layer; use E"),
-        (
-            2,
-            PP2 + "--pipeline-model-parallel-layout Et*12|t*11|L",
-            "has 3 stages, which pipeline_model_parallel_size(2)",
-        ),
+        (2, PP2 + "--pipeline-model-parallel-layout Et*12|t*11|L", "has 3 stages, which pipeline_model_parallel_size"),
         (2, PP2 + "--pipeline-model-parallel-layout Et*12|t*11L", "has 23 layers (t), but num_layers is 24"),
         (4, PP4 + "--pipeline-model-parallel-layout E|t*12||t*12L", "E|t*12||t*12L leaves nothing for stage 2"),
         (2, PP2 + "--pipeline-model-parallel-layout t*12|Et*12L", "the first stage begins with the only E"),

@@ -27,22 +27,13 @@ def test_megatrons_words_are_taken() -> None:
     ("words", "message"),
     [
         (f"{MODEL} --sft --mock-data", "sft reads conversations, and mock_data are random tokens; give --data-path"),
-        (
-            f"{MODEL} --sft --data-path a.jsonl --tokenizer-model b.model",
-            "not tokenizer_type(SentencePieceTokenizer); give --tokenizer-type HuggingFaceTokenizer",
-        ),
-        (
-            f"{SFT} --sft-chat-template own.jinja --sft-tokenizer-prompt-format identity",
-            "sft_chat_template(own.jinja) and sft_tokenizer_prompt_format(identity) both say how",
-        ),
+        (f"{MODEL} --sft --data-path a.jsonl --tokenizer-model b.model", "not tokenizer_type(SentencePieceTokenizer)"),
+        (f"{SFT} --sft-chat-template own.jinja --sft-tokenizer-prompt-format identity", "sft_chat_template(own.jinja"),
         (f"{SFT} --reset-position-ids", "reset_position_ids(True) has no effect with sft; drop it or drop --sft"),
         (f"{SFT} --eod-mask-loss", "eod_mask_loss(True) has no effect with sft"),
         (f"{SFT} --no-mmap-bin-files", "mmap_bin_files(False) has no effect with sft"),
         (f"{MODEL} --data-path a --tokenizer-model b --no-sft-packing", "sft_packing(False) has no effect without sft"),
-        (
-            f"{MODEL} --data-path a --tokenizer-model b --sft-chat-template c",
-            "sft_chat_template(c) has no effect without",
-        ),
+        (f"{MODEL} --data-path a --tokenizer-model b --sft-chat-template c", "sft_chat_template(c) has no effect"),
         (f"{SFT} --precision te", "sft: Transformer Engine's attention cannot keep documents apart"),
         (f"{SFT} --attention-backend cudnn", "sft runs in FlashAttention's kernels, not attention_backend(cudnn)"),
     ],

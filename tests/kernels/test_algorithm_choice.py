@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import statistics
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -52,25 +49,6 @@ def test_without_the_first_nothing_is_chosen() -> None:
     assert fastest(2, lambda index: index > 0, torch.zeros(4, 4)) == 0
 
 
-def test_the_host_reads_marks_under_any_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.set_default_device`` gives new tensors another device; only a CPU's memory can be pinned."""
-    empty, marks = torch.empty, SimpleNamespace(is_cuda=True, shape=(2,), dtype=torch.bool)
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    places = []
-
-    def pinned(*sizes: Any, pin_memory: bool, **settings: Any) -> Any:
-        assert pin_memory
-        places.append(empty(*sizes, **settings).device.type)
-        return MagicMock(__iter__=lambda host: iter([True, False]))
-
-    with torch.device("meta"):
-        assert torch.empty(1).is_meta  # torch remembers which functions take a device
-        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-        monkeypatch.setattr(torch, "empty", pinned)
-        assert algorithm_choice._on_host(marks) == [True, False]  # type: ignore[arg-type]
-    assert places == ["cpu"]
-
-
 @pytest.mark.parametrize("bias", [0.0, 1.0])
 def test_a_sum_of_zeros_tells_nothing(monkeypatch: pytest.MonkeyPatch, bias: float) -> None:
     """A weight that begins as zeros: its algorithms may add up in any order."""
@@ -95,93 +73,6 @@ def test_a_product_of_zeros_behind_an_addend_tells_nothing(monkeypatch: pytest.M
 
     monkeypatch.setattr(algorithm_choice, "_timed", lambda candidates, _: [[1.0] * 5, [0.5] * 5])
     assert fastest(2, launch, out, addend) == int(product)
-
-
-class Library:
-    """cuBLASLt whose heuristic names three algorithms; each writes to `out`, if its arguments are complete.
-
-    Args:
-        results: what each algorithm writes to the first row. Others are multiples.
-    """
-
-    def __init__(self, out: torch.Tensor, results: list[float]) -> None:
-        self.out, self.results = out, results
-        self.launched: list[int] = []
-
-    def cublasLtMatmulAlgoGetHeuristic(self, *arguments: Any) -> int:
-        most, found, num_found = arguments[-3], arguments[-2]._obj, arguments[-1]._obj
-        num_found.value = min(most, len(self.results))
-        for index in range(num_found.value):
-            found[index].algorithm.data[0] = index
-        return 0
-
-    def cublasLtMatmul(self, *arguments: Any) -> int:
-        algorithm, workspace = arguments[-4]._obj, arguments[-3]
-        if not workspace.value:
-            return 7
-        self.launched.append(algorithm.data[0])
-        self.out.copy_(torch.arange(1, len(self.out) + 1)[:, None] * self.results[algorithm.data[0]])
-        return 0
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: 0
-
-
-def play(monkeypatch: pytest.MonkeyPatch, library: Library, stream: int = 0) -> None:
-    """Let `library` be cuBLASLt, of which nothing was asked yet."""
-    workspace = torch.empty(64)
-    monkeypatch.setattr(cublaslt, "_library", lambda: library)
-    monkeypatch.setattr(cublaslt, "_handle", lambda device: ctypes.c_void_p(1))
-    monkeypatch.setattr(cublaslt, "workspace", lambda device, stream: workspace)
-    monkeypatch.setattr(cublaslt, "_plans", {})
-    monkeypatch.setattr(cublaslt, "_chosen", {})
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-
-@pytest.mark.parametrize(("is_fast", "stream", "taken"), [(True, 0, 2), (True, 77, 2), (False, 0, 0)])
-def test_a_plan_keeps_the_choice(monkeypatch: pytest.MonkeyPatch, is_fast: bool, stream: int, taken: int) -> None:
-    """On any stream; only where accumulation is fast; and in the lists that are made of later launches."""
-    out = torch.zeros(16, 16, dtype=torch.bfloat16)
-    library = Library(out, [1.0, 2.0, 1.0])
-    play(monkeypatch, library, stream)
-
-    def timed(candidates: list[int], launch: Any) -> list[list[float]]:
-        assert candidates == [0, 2]
-        for index in candidates:
-            assert launch(index)
-        return [[1.0] * 5, [0.8] * 5]
-
-    monkeypatch.setattr(algorithm_choice, "_timed", timed)
-    a = torch.ones(16, 16).to(E4M3)
-    scale = torch.ones(1)
-    for _ in range(2):
-        library.launched.clear()
-        cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=is_fast)
-        assert library.launched[-1] == taken
-    assert library.launched == [taken], "timed once"
-    (plan,) = cublaslt._plans.values()
-    again = cublaslt._Plan(plan.problem)
-    assert not again.awaits_timing and again._algorithm().data[0] == taken
-
-
-def test_an_error_while_algorithms_are_timed_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever catches it (no memory) and goes on computes with no algorithm that was only tried."""
-    out = torch.zeros(16, 16, dtype=torch.bfloat16)
-    library = Library(out, [1.0, 2.0, 3.0])
-    play(monkeypatch, library)
-
-    def digest(written: torch.Tensor) -> torch.Tensor:
-        if library.launched[-1] == 2:
-            raise torch.OutOfMemoryError
-        return written.view(torch.int64).sum(dim=0)
-
-    monkeypatch.setattr(algorithm_choice, "_digest", digest)
-    a, scale = torch.ones(16, 16).to(E4M3), torch.ones(1)
-    with pytest.raises(torch.OutOfMemoryError):
-        cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=True)
-    cublaslt.matmul(a, a, scale, scale, None, out, use_fast_accum=True)
-    assert library.launched == [0, 1, 2, 0] and (out[0] == 1).all()
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")

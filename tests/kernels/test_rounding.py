@@ -62,26 +62,6 @@ def test_noise_is_uniform_and_independent() -> None:
     assert (correlations - torch.eye(len(correlations))).abs().max() < 6 / math.sqrt(n)
 
 
-def test_noise_of_one_element_is_uniform_over_steps_and_names() -> None:
-    noise = torch.stack([torch.stack(streams(bits_of(64, step))) for step in range(1, 2001)])
-    # The mean of 2,000 uniform numbers scatters by 1/√(12 · 2000); five of them over 192 means.
-    assert (noise.mean(dim=0) - 0.5).abs().max() < 5 / math.sqrt(12 * 2000)
-    seeds = [rounding.seed_of(f"decoder.layers.{i}.weight") for i in range(2000)]
-    assert len(set(seeds)) == 2000 and min(seeds) < -(2**30) and max(seeds) > 2**30
-    tables = [torch.tensor([[seed, 0, 64, 64, 0]], dtype=torch.int32) for seed in seeds]
-    noise = torch.stack([torch.stack(streams(bits_of(64, 1, Places(table)))) for table in tables])
-    assert (noise.mean(dim=0) - 0.5).abs().max() < 5 / math.sqrt(12 * 2000)
-
-
-def test_noise_has_no_pattern_in_a_matrix() -> None:
-    """Its largest singular value is that of independent noise, √rows + √columns times the deviation, to 5%."""
-    for columns in (768, 4096):
-        for noise in streams(bits_of(512 * columns, 3)):
-            matrix = (noise.view(512, columns) < 0.5).float() - 0.5
-            largest = torch.linalg.matrix_norm(matrix, 2).item()
-            assert largest < 1.05 * 0.5 * (math.sqrt(512) + math.sqrt(columns))
-
-
 def awkward(name: str) -> Tensor:
     """Numbers of every binade of a format and below it, powers of two and their neighbours, of both signs."""
     generator = torch.Generator().manual_seed(0)

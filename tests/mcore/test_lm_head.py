@@ -9,17 +9,14 @@ tests allow 1 dB, and 2 dB in sums over tokens, to which all elements of a row a
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
 from fp8_megatron.config.schema import ParallelConfig
-from fp8_megatron.dtypes import E4M3, E5M2
-from fp8_megatron.kernels import ops, reference
-from fp8_megatron.kernels.cross_entropy import reference as cross_entropy
+from fp8_megatron.dtypes import E4M3
+from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.lm_head import FP8OutputLayer
 from fp8_megatron.mcore.norm import DeferredNorm
 from fp8_megatron.mcore.runtime import runtime
@@ -28,7 +25,6 @@ from fp8_megatron.nn import lm_head
 from fp8_megatron.nn.lm_head import fp8_norm_head_logits, fp8_norm_head_loss
 from fp8_megatron.nn.normed import NormParams
 from fp8_megatron.nn.parallelism import LOCAL
-from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import HeadQuantizers, Recipe
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
@@ -180,45 +176,6 @@ def test_a_small_weight_of_a_token_is_not_lost(num_parts: int, device: str) -> N
     assert snr_db(p.take_grads()["x"][3:8], expected) > E4M3_DB - 0.5  # a smaller sample: 20 labels
 
 
-def test_each_gemm_is_its_rounded_operands_product(num_parts: int) -> None:
-    """No noise but the operands' rounding and those to BF16: the roles have the formats and the scales they should."""
-    p = Problem()
-    p.loss().backward(p.cotangent)
-    grads = p.take_grads()
-
-    def rounded(value: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Tensor:
-        scale = reference.scale_from_amax(reference.amax(value) if amax is None else amax, dtype, power_of_two=False)
-        return reference.decode(reference.encode(value, scale, dtype), scale).double()
-
-    x64 = p.x.detach().view(-1, HIDDEN).double().requires_grad_()
-    weight64, bias64 = p.norm.weight.double(), p.norm.bias.double()  # type: ignore[union-attr]
-    normed = torch.nn.functional.layer_norm(x64, (HIDDEN,), weight64, bias64, p.norm.eps)
-    x8 = rounded(normed.detach().float(), E4M3)
-    parts = [rounded(part, E4M3) for part in p.weight.detach().chunk(num_parts)]
-    logits = torch.cat([(x8 @ part.t()).bfloat16() for part in parts], dim=1).double().requires_grad_()
-    exact_loss(logits.view(SEQ, BATCH, -1), p.labels).backward(p.cotangent.double())
-    assert logits.grad is not None
-    # Each token's scale makes its label's element −1, and −2¹⁵ of the payload.
-    probability = torch.exp(-exact_loss(logits.detach().view(SEQ, BATCH, -1), p.labels)).view(-1, 1)
-    token_scales = p.cotangent.view(-1, 1).double() * (1.0 - probability)
-    unit = torch.where(token_scales > 0, logits.grad / token_scales, 0.0)
-    g = rounded(unit.float() / cross_entropy.KEPT, E5M2, amax=torch.tensor([2.0**-15 * 57344]))
-    # float64 and FP32 exponentials differ by 10⁻⁶: a code differs where a value falls beside a rounding boundary.
-    x8_scaled = rounded((normed.detach() * token_scales).float(), E4M3)
-    assert snr_db(grads["weight"], g.t() @ x8_scaled) > BF16_DB - 4.0
-    normed.backward((g @ torch.cat(parts)) * token_scales)
-    assert x64.grad is not None
-    assert snr_db(grads["x"].view(-1, HIDDEN), x64.grad) > BF16_DB - 8.0  # sums of three parts, then the norm's
-
-
-def test_rounding_keeps_this_much_of_numbers_in_the_mean() -> None:
-    """`KEPT` is the mean of E5M2's ratio to the number, over evenly spread logarithms. 2¹⁶ of an octave are a
-    quadrature with an error of at most 4 jumps of 25% · 2⁻¹⁶, and `KEPT` has five digits."""
-    x = torch.exp2(torch.arange(2**16, dtype=torch.float64) / 2**16)
-    kept = (x.float().to(E5M2).double() / x).mean().item()
-    assert abs(kept - cross_entropy.KEPT) < 2.5e-5
-
-
 def _shares(p: Problem) -> Tensor:
     """Probabilities [T, V] of the FP8 logits, float64."""
     return torch.softmax(fp8_norm_head_logits(p.x, p.norm, p.weight, current(), LOCAL).double().flatten(0, 1), dim=1)
@@ -299,23 +256,6 @@ def _cast_norm(p: Problem) -> tuple[Tensor, Tensor]:
     return payload, scale
 
 
-def test_delayed_scaling_has_a_history_of_the_input_alone(num_parts: int, device: str) -> None:
-    history = AmaxHistory(4, "max", power_of_two=False)
-    quantizers = Recipe("delayed", False, history).head_quantizers()
-    history.allocate(torch.device(device))
-    p = Problem(device=device)
-    expected = p.exact()[2]
-    for step in range(3):
-        # A gradient that grows tenfold would saturate under a scale of the past.
-        p.loss(quantizers).backward(p.cotangent * 10.0**step)
-        for name, grad in p.take_grads().items():
-            assert snr_db(grad, expected[name] * 10.0**step) > least_db(name), (step, name)
-        history.update(None)
-        assert history.is_warm and history.scale is not None and history.scale.shape == (1,)
-        amax = ops.norm_amax(p.x.view(-1, HIDDEN), p.norm.weight, p.norm.bias, eps=p.norm.eps, rms=False)
-        torch.testing.assert_close(history.scale, amax / 448.0, rtol=1e-5, atol=0)
-
-
 def test_a_tied_weight_gets_both_gradients() -> None:
     p = Problem()
     tokens = torch.randint(VOCAB, (SEQ, BATCH), generator=torch.Generator().manual_seed(1))
@@ -331,46 +271,6 @@ def test_a_tied_weight_gets_both_gradients() -> None:
     torch.autograd.backward([torch.nn.functional.embedding(tokens, p.weight), p.loss()], [g, p.cotangent])
     (both,) = calls  # once a micro-batch: data parallelism counts on it
     assert torch.equal(both, of_head + of_embedding)
-
-
-def test_logits_are_let_go_of_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As each part's gradient is cast no logits but those of the parts to come are there, and no more than that part's
-    gradient in the layout that dgrad takes; the weight gradient comes after all logits."""
-    monkeypatch.setattr(lm_head, "_PART_COLUMNS", VOCAB // 3)
-    p = Problem()
-    logits: list[weakref.ref[Tensor]] = []
-    payloads: list[weakref.ref[Tensor]] = []
-    alive: list[tuple[int, int]] = []
-    statistics, backward, into = ops.cross_entropy_statistics, ops.cross_entropy_backward_quantize, ops.scaled_mm_into_
-
-    def count() -> None:
-        alive.append(tuple(sum(tensor() is not None for tensor in tensors) for tensors in (logits, payloads)))  # type: ignore[arg-type]
-
-    def spy_statistics(values: Tensor, labels: Tensor, **others: int) -> tuple[Tensor, Tensor, Tensor]:
-        logits.append(weakref.ref(values))
-        return statistics(values, labels, **others)
-
-    def spy_backward(*args, **kwargs) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-        result = backward(*args, **kwargs)
-        payloads.append(weakref.ref(result[0]))
-        count()
-        return result
-
-    def spy_into(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        count()
-        into(*args, **kwargs)
-
-    monkeypatch.setattr(ops, "cross_entropy_statistics", spy_statistics)
-    monkeypatch.setattr(ops, "cross_entropy_backward_quantize", spy_backward)
-    monkeypatch.setattr(ops, "scaled_mm_into_", spy_into)
-    loss = p.loss()
-    assert [tensor() is not None for tensor in logits] == [True] * 3
-    loss.backward(p.cotangent)
-    assert alive == [(3, 1), (2, 1), (2, 1), (1, 1), (1, 1), (0, 1), *3 * [(0, 0)]]  # cast and dgrad; wgrads
-    logits.clear()
-    with torch.no_grad():
-        p.loss()
-    assert [tensor() is None for tensor in logits] == [True] * 3
 
 
 def test_keeps_its_input_and_the_logits_only(num_parts: int) -> None:
@@ -434,23 +334,6 @@ def test_bad_values_reach_the_gradients(bad: float, num_parts: int, device: str)
     assert not loss.isfinite().all()
     loss.backward(p.cotangent)
     assert all(not grad.isfinite().all() for grad in p.take_grads().values())
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "columns", "rows"),
-    [
-        (50304, 16384, [16768] * 3),
-        (128256, 16384, [16128] * 7 + [15360]),
-        (32000, 16384, [16000] * 2),
-        (25152, 16384, [12672, 12480]),
-        (208, 16384, [208]),
-        (48, 16, [48]),  # no less than 128
-    ],
-)
-def test_parts(monkeypatch: pytest.MonkeyPatch, vocabulary: int, columns: int, rows: list[int]) -> None:
-    monkeypatch.setattr(lm_head, "_PART_COLUMNS", columns)
-    assert [part.shape[0] for part in lm_head._parts(torch.empty(vocabulary, 1))] == rows
-    assert all(count % 16 == 0 for count in rows)
 
 
 # The module, on one rank and on two.

@@ -14,7 +14,7 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.nn.cross_entropy import fill_padding, local_columns, vocab_parallel_cross_entropy
+from fp8_megatron.nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
@@ -80,19 +80,3 @@ def test_megatrons_loss_over_filled_padding_is_ours(ranks: RankPool, vocab_size:
         torch.testing.assert_close(grad, their_grad, rtol=2**-7, atol=1e-6)
         padding = max(0, 32 * (rank + 1) - vocab_size)
         assert not grad[..., 32 - min(padding, 32) :].any() and not their_grad[..., 32 - min(padding, 32) :].any()
-
-
-def test_columns_of_a_rank() -> None:
-    class Rank:
-        def __init__(self, rank: int) -> None:
-            self._rank = rank
-
-        def rank(self) -> int:
-            return self._rank
-
-        def size(self) -> int:
-            return 4
-
-    assert [local_columns(41, 16, Rank(rank)) for rank in range(4)] == [16, 16, 9, 0]  # type: ignore[arg-type]
-    assert local_columns(None, 16, Rank(3)) == 16  # type: ignore[arg-type]
-    assert local_columns(41, 48, None) == 41

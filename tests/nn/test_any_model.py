@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fp8_megatron.errors import UserError
-from fp8_megatron.kernels import ops
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import Recipe, RecipeName
@@ -111,38 +109,6 @@ def test_backward_inside_autocast_is_the_same() -> None:
         assert all(map(torch.equal, run(layer, layer, x, cotangent), expected))
 
 
-class CountedGemms:
-    """How often the FP8 GEMMs ran."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        for name in ("scaled_mm", "scaled_mm_into_"):
-            monkeypatch.setattr(ops, name, self._counting(getattr(ops, name)))
-
-    def _counting(self, gemm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*operands: object, **settings: object) -> Tensor:
-            self.count += 1
-            return gemm(*operands, **settings)
-
-        return call
-
-
-@pytest.mark.parametrize(("trains_weight", "x_needs_grad"), [(True, True), (True, False), (False, True)])
-def test_only_gemms_that_somebody_needs(
-    trains_weight: bool, x_needs_grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = build_layer()
-    layer.weight.requires_grad_(trains_weight)
-    x, cotangent = torch.randn(32, IN, requires_grad=x_needs_grad), torch.randn(32, OUT)
-    gemms, kept = CountedGemms(monkeypatch), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
-        y = layer(x)
-    y.backward(cotangent)
-    assert gemms.count == 1 + trains_weight + x_needs_grad
-    assert (layer.weight.grad is None) != trains_weight and (x.grad is None) != x_needs_grad
-    assert sum(kept) == (x.numel() + 4 if trains_weight else 0)  # FP8 columns and their scale
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation(mode: Callable[[], torch.no_grad]) -> None:
     layer = build_layer()
@@ -175,15 +141,6 @@ def test_functional_call_takes_the_given_weight() -> None:
     assert torch.equal(y, other(x)) and not torch.equal(y, layer(x))
 
 
-def test_a_weight_used_twice_adds_up() -> None:
-    layer = build_layer()
-    first, second, cotangent = torch.randn(32, IN), torch.randn(32, IN), torch.randn(32, OUT)
-    alone = [run(layer, layer, x, cotangent)[2] for x in (first, second)]
-    layer.zero_grad()
-    (layer(first) + layer(second)).backward(cotangent)
-    torch.testing.assert_close(layer.weight.grad, alone[0] + alone[1])
-
-
 @pytest.mark.parametrize("recipe_name", RECIPES)
 @pytest.mark.parametrize(
     "duplicate",
@@ -212,15 +169,6 @@ class Unpicklable:
         raise AssertionError("copied")
 
 
-def test_a_view_in_a_flat_buffer_is_pickled_alone() -> None:
-    layer = build_layer()
-    flat = torch.empty(100 * layer.weight.numel(), dtype=torch.float8_e4m3fn)
-    payload = flat[: layer.weight.numel()].view(layer.weight.shape)
-    payload.copy_(layer.weight.payload)
-    layer.weight.set_storage(payload, layer.weight.scale)
-    assert len(pickle.dumps(layer.weight)) < 2 * layer.weight.numel()
-
-
 def test_state_dict_is_plain_and_loads_both_ways() -> None:
     layer, plain = build_layer(), torch.nn.Linear(IN, OUT)
     file = io.BytesIO()
@@ -234,16 +182,6 @@ def test_state_dict_is_plain_and_loads_both_ways() -> None:
         other = FP8Linear(IN, OUT, dtype=torch.float32)
         other.load_state_dict(plain.state_dict(), assign=assign)
         assert isinstance(other.weight, ScaledTensor) and torch.equal(other.weight.dequantize(), plain.weight)
-
-
-def test_casts_leave_the_payload_alone() -> None:
-    layer = build_layer()
-    weight, payload = layer.weight, layer.weight.payload
-    for cast, dtype in ((layer.half, torch.float16), (layer.bfloat16, torch.bfloat16), (layer.float, torch.float32)):
-        cast()
-        assert layer.weight is weight and weight.payload is payload
-        assert layer.bias.dtype is layer.state_dict()["weight"].dtype is dtype
-    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 
 def test_it_follows_its_model_to_another_device() -> None:
@@ -319,21 +257,6 @@ def test_reset_parameters() -> None:
 def test_errors_name_the_layer_and_the_fix(x: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build_layer()(x)
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda layer, x: torch.func.vmap(layer)(x),
-        lambda layer, x: torch.func.jacrev(layer)(x),
-        lambda layer, x: torch.func.grad(lambda value: layer(value).sum())(x),
-        lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
-    ],
-    ids=["vmap", "jacrev", "grad", "jvp"],
-)
-def test_transforms_of_torch_func_are_an_error(transform: Callable[[FP8Linear, Tensor], object]) -> None:
-    with pytest.raises(UserError, match=r"FP8Linear: an FP8 layer takes no transform of torch\.func"):
-        transform(build_layer(), torch.randn(16, IN))
 
 
 def test_a_weight_read_as_a_matrix_says_what_to_do() -> None:

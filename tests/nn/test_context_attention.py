@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.context_exchange import Gathering, Returning, RingStep
 from fp8_megatron.data.document_bounds import SequencePart
 from fp8_megatron.device.group import Group
 from fp8_megatron.dtypes import E4M3
@@ -117,26 +116,6 @@ def test_keys_and_values_in_fp8(ranks: RankPool, num_ranks: int) -> None:
     measured = [whole_of(parts) for parts in zip(*everyones, strict=True)]
     for value, wanted, bound in zip(measured, expected, (27.0, 25.4, 25.4, 27.0), strict=True):
         assert bound < snr_db(value.double(), wanted) < 45.0
-
-
-def exchanged(group: Group) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What arrives of parts whose elements are rank · 10 + row, and of gradients that say who sent them."""
-    rank, size = group.rank(), group.size()
-    own = (10.0 * rank + torch.arange(4.0)).view(4, 1)
-    gathered = Gathering(own, group).wait()
-    of_earlier = torch.full((2 * rank, 1), 100.0 + rank)
-    of_later = torch.full((4 * (size - 1 - rank), 1), 200.0 + rank)
-    return list(gathered), Returning(of_earlier, of_later, group).wait(), RingStep(own, group).wait()
-
-
-def test_ranks_send_what_others_attend_to(ranks: RankPool) -> None:
-    """Rank 1 of 3 needs rank 0's first chunk and both of rank 2; their gradients go back to them."""
-    (earlier, later), returned, previous = ranks.run(on_default_group, exchanged, num_ranks=3)[1]
-    assert earlier.flatten().tolist() == [0.0, 1.0]
-    assert later.flatten().tolist() == [20.0, 21.0, 22.0, 23.0]
-    # Both chunks of rank 1 are later ones to rank 0; its first one is an earlier one to rank 2.
-    assert [x.flatten().tolist() for x in returned] == [[200.0] * 4, [102.0] * 2]
-    assert previous.flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("causal", [False, True])

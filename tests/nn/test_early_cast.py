@@ -26,15 +26,6 @@ def cast_of(grad: torch.Tensor) -> CastGrad:
     return CastGrad(Quantized(payload, payload.t().contiguous(), torch.ones(1), Format(E5M2)), None)
 
 
-def test_it_is_for_the_gradient_it_was_made_of() -> None:
-    grad, early = torch.randn(4, 8), EarlyCast()
-    assert early.take(grad) is None
-    early.put(grad, cast_of(grad))
-    taken = early.take(grad.view(2, 2, 8))
-    assert taken is not None and torch.equal(taken.operand.payload.float(), grad.to(E5M2).float())
-    assert early.take(grad) is None, "once"
-
-
 @pytest.mark.parametrize("other", ["copy", "written", "part", "turned"])
 def test_another_gradient_has_none(other: str) -> None:
     grad, early = torch.randn(4, 8), EarlyCast()
@@ -104,16 +95,3 @@ def test_the_same_bits_as_in_the_layer(ranks: RankPool, style: str, head: str, n
         assert (num_taken, none) == (expected, 0)
         assert (early.losses, early.grad_norms) == (late.losses, late.grad_norms)
         assert all(torch.equal(early.weights[name], weight) for name, weight in late.weights.items())
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        tiny_config(replace(GPT3_STYLE, hidden_dropout=0.1), precision=DELAYED),
-        tiny_config(precision=PrecisionConfig(fp8_recipe="tensorwise")),
-    ],
-    ids=["dropout", "current_scaling"],
-)
-def test_nothing_is_cast_that_is_not_taken(ranks: RankPool, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EarlyCast, "put", lambda *_: pytest.fail("a cast that no layer takes"))
-    _train(config, True)

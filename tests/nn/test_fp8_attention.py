@@ -218,22 +218,6 @@ def test_later_steps_have_the_first_ones_scales(kind: str) -> None:
         assert snr_db(other.double(), one.double()) > 20
 
 
-def test_a_gemm_casts_the_outputs_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it has a scale. Its amax is that of the values before the cast, so the scale follows the gradient."""
-    layer = Layer()
-    layer.step()
-    layer.history.update(None)
-    slot = layer.quantizers.grad_output.slot
-    first = layer.history.scale_of(slot).clone()
-    monkeypatch.setattr(AttentionQuantizers, "cast_grad_output", None)
-    layer.cotangent *= 0.5
-    for _ in range(layer.history.length):  # the first step's amax leaves the history
-        layer.step()
-        layer.history.update(None)
-    # The projection's gradient has the noise of two E5M2 casts, whose scales differ: a rounding of 2⁻³ each at most.
-    assert (layer.history.scale_of(slot) / first).item() == pytest.approx(0.5, rel=2 * 2.0**-3)
-
-
 def test_the_residual_branch_may_be_added_outside() -> None:
     layer, other = Layer(), Layer()
     inside = layer.step()

@@ -96,17 +96,6 @@ def test_room_without_documents_changes_nothing() -> None:
     assert torch.equal(padded, exact)
 
 
-@pytest.mark.parametrize("bounds", [None, BOUNDS])
-def test_what_flash_attention_is_asked_for(bounds: Tensor | None) -> None:
-    """Shapes, forward and backward, of the operator's version without values."""
-    y = torch.empty(SEQ, BATCH, 3, HEADS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    cu_seqlens = None if bounds is None else bounds.to("meta")
-    context = flash_attention(*y.unbind(2), cu_seqlens=cu_seqlens, window=9, scale=SCALE, dropout=0.0)
-    assert context.shape == (SEQ, BATCH, HEADS * WIDTH) and context.dtype == torch.bfloat16
-    (grad,) = torch.autograd.grad(context, y, torch.empty_like(context))
-    assert grad.shape == y.shape
-
-
 def test_the_mask_is_megatrons() -> None:
     """Of documents (`_get_ltor_masks_and_position_ids`), where ends may follow one another, and of windows."""
     eod = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.nn import offload
-from fp8_megatron.nn.offload import PAGE_BYTES, ActivationOffload, HostPages
+from fp8_megatron.nn.offload import PAGE_BYTES, ActivationOffload
 from fp8_megatron.training.rank_build import LiveBytes
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -109,24 +109,6 @@ def test_the_bits_come_back(num_leaving: int) -> None:
     assert moved.host.nbytes == 2 * num_leaving * PAGE_BYTES
 
 
-def test_pages_are_used_again() -> None:
-    moved = ActivationOffload(CPU)
-    gradients(moved, 3)
-    first = moved.host.nbytes
-    gradients(moved, 3)
-    assert moved.host.nbytes == first and len(moved.host.take(first)) == first // PAGE_BYTES
-
-
-def test_storages_of_several_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A storage begins and ends within pages."""
-    monkeypatch.setattr(offload, "PAGE_BYTES", 3 * LAYER_BYTES // 8)
-    moved = ActivationOffload(CPU)
-    for own, expected in zip(gradients(moved, 3), gradients(None, 0), strict=True):
-        assert torch.equal(own, expected)
-    # 2 storages of 8/3 pages each, in one run.
-    assert moved.host.nbytes == 2 * 3 * 6 * offload.PAGE_BYTES
-
-
 def test_the_device_holds_two_layers() -> None:
     """Counted on the meta device. Each layer's output is the next one's input, so it has a storage of its own."""
     peaks = []
@@ -170,14 +152,3 @@ def test_a_graph_without_backward_frees_its_pages() -> None:
         forward(moved, x, 3, 2)
         sizes.append(moved.host.nbytes)
     assert sizes[0] == 2 * PAGE_BYTES and all(before == after for before, after in pairwise(sizes))
-
-
-def _pages() -> Iterator[int]:
-    yield from (0, 1, PAGE_BYTES, PAGE_BYTES + 1)
-
-
-def test_host_pages() -> None:
-    host = HostPages(CPU)
-    assert [len(host.take(size)) for size in _pages()] == [0, 1, 1, 2] and host.nbytes == 4 * PAGE_BYTES
-    counted = HostPages(META)
-    assert counted.take(PAGE_BYTES + 1) == [] and counted.nbytes == 2 * PAGE_BYTES

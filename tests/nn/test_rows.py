@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.dtypes import E4M3, E5M2
-from fp8_megatron.kernels import ops, reference
+from fp8_megatron.kernels import reference
 from fp8_megatron.nn.rows import LocalRows, OperandRows, gather_operand
 from fp8_megatron.quantization.operand import Format, Granularity, Quantized, quantize
 from fp8_megatron.quantization.sources import TensorSource
@@ -66,37 +66,3 @@ def test_gathered_is_the_cast_of_the_whole(
         if granularity is Granularity.BLOCK:
             scales = torch.cat([scale for _, scale in seen["parts"]], dim=1)
             assert torch.equal(scales, expected["whole"][0][1])
-
-
-class _TwoRanks:
-    def size(self) -> int:
-        return 2
-
-
-def test_a_block_of_columns_does_not_cross_ranks() -> None:
-    part = quantize(torch.randn(64, 256), Format(E4M3, Granularity.BLOCK), transposed=True)
-    with pytest.raises(ValueError, match="64 rows on each of 2 ranks are not a multiple of 128"):
-        gather_operand(part, _TwoRanks())  # type: ignore[arg-type]
-
-
-def _gather_columns(group: torch.distributed.ProcessGroup) -> tuple[Tensor, Tensor]:
-    part = quantize(
-        _values(group.size()).chunk(group.size())[group.rank()],
-        Format(E4M3, Granularity.BLOCK),
-        rowwise=False,
-        transposed=True,
-    )
-    return _bits(gather_operand(part, group).columns())
-
-
-def test_columns_travel_alone(ranks: RankPool) -> None:
-    expected = quantize(_values(2), Format(E4M3, Granularity.BLOCK), transposed=True).t
-    for payload, scale in ranks.run(on_default_group, _gather_columns, num_ranks=2):
-        assert torch.equal(payload, expected.payload.view(torch.uint8)) and torch.equal(scale, expected.scale)
-
-
-def test_rows_of_blocks_keep_their_scales() -> None:
-    operand = quantize(_values(2), Format(E4M3, Granularity.BLOCK))
-    part = operand.rows(slice(ROWS, 2 * ROWS))
-    decoded = ops.dequantize_blocks(operand.payload, operand.scale)
-    assert torch.equal(ops.dequantize_blocks(part.payload, part.scale), decoded[ROWS:])

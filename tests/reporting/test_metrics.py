@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import math
-import os
 import re
 import sys
 import time
@@ -161,38 +160,6 @@ def test_a_full_disk_leaves_whole_lines(has_room_again: bool, tmp_path: Path, ca
     assert "4 of 300" in summary  # what is shown does not come from the file
 
 
-def test_a_disk_that_stays_full_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with open_logger(tmp_path) as metrics_logger:
-        for iteration in (1, 2):
-            metrics_logger.log_step(step(iteration))
-    assert caplog.text.count("is not written (No space left on device; ") == 1
-
-
-def test_a_history_that_cannot_be_cut_is_cut_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A resumed run goes on; its lines come when those behind its checkpoint are gone."""
-    path = tmp_path / "metrics.jsonl"
-    with open_logger(tmp_path) as metrics_logger:
-        for iteration in (1, 2, 3):
-            metrics_logger.log_step(step(iteration, loss=1.0))
-
-    def refuse(*_: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    with monkeypatch.context() as patches:
-        patches.setattr(os, "replace", refuse)
-        metrics_logger = open_logger(tmp_path, resume_iteration=1)
-        metrics_logger.log_step(step(2, loss=3.0))
-        assert [record["iteration"] for record in read_records(path)] == [1, 2, 3]
-    metrics_logger.log_step(step(3, loss=3.0))
-    assert "2.3333 (mean of the last 3 steps)" in metrics_logger.summary()
-    metrics_logger.close()
-    assert [(record["iteration"], record["loss"]) for record in strict_lines(path)] == [(1, 1.0), (3, 3.0)]
-    assert caplog.text.count("is not written (Read-only file system") == 1
-
-
 def test_console_line() -> None:
     line = step_line(step(120, loss=5.4321), 300, peak_flops=1979e12, eta_seconds=201.4)
     assert line == (
@@ -301,15 +268,6 @@ def test_iterations_that_are_left_out_take_no_time(tmp_path: Path, caplog: pytes
     assert eta(tmp_path / "both", caplog, batches=batches, left_out=(3, 4)) == "0:00:20"  # 1 + 6 · 2 times 1.5 s
 
 
-def test_the_bar_reaches_its_end_behind_what_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
-    config = replace(QUIET, progress="on")
-    with open_logger(tmp_path, config, total_iterations=5, resume_iteration=1, left_out=(1, 3, 5)) as metrics_logger:
-        for iteration in (2, 4):
-            metrics_logger.log_step(step(iteration))
-    assert "2/2" in terminal.getvalue()
-
-
 def test_the_summary_says_what_was_left_out(tmp_path: Path) -> None:
     """Of the last iterations too, which are no steps; those that the run has not reached are not counted."""
     left_out = (3, 6, 8)
@@ -354,25 +312,6 @@ def test_tensorboard_has_steps_and_validations_and_hides_undone_ones(tmp_path: P
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 1.0), (3, 5.0)]
     assert [(e.step, e.value) for e in events.Scalars("valid/loss")] == [(2, 2.0)]
     assert [e.step for e in events.Scalars("throughput/mfu")] == [3]  # None is left out, not written as 0
-
-
-def test_a_full_disk_leaves_whole_tensorboard_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What does not fit is left out; with room, events come again, and TensorBoard reads all of them."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder = tmp_path / "events"
-    with open_logger(tmp_path, replace(QUIET, tensorboard=True, tensorboard_dir=str(folder))) as metrics_logger:
-        with files_limited_to(20):  # not even the file's first bytes
-            metrics_logger.log_step(step(1))
-        metrics_logger.log_step(step(2))
-        (path,) = folder.iterdir()
-        with files_limited_to(path.stat().st_size + 100):
-            metrics_logger.log_step(step(3))
-        metrics_logger.log_step(step(4))
-    events = EventAccumulator(str(folder)).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [2, 4]
-    first, last = (message for message in caplog.messages if "tfevents" in message)
-    assert "is not written (File too large" in first and "is not complete: 2 writes failed" in last
 
 
 def test_tensorboard_that_cannot_start_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -493,20 +432,6 @@ def test_progress_bar_leaves_log_lines_whole(
         # Erase the bar's line, then the whole log line in one piece although it is wider than the terminal.
         line = step_line(step(iteration), 2, peak_flops=None, eta_seconds=1.5 * (2 - iteration))
         assert f"\x1b[2K{line}\n" in shown
-
-
-@pytest.mark.parametrize(
-    ("progress", "on_terminal", "shown"), [("auto", True, 1), ("auto", False, 0), ("off", True, 0)]
-)
-def test_when_there_is_a_bar(
-    progress: Any, on_terminal: bool, shown: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = io.StringIO()
-    stream.isatty = lambda: on_terminal  # type: ignore[method-assign]
-    monkeypatch.setattr(sys, "stderr", stream)
-    with open_logger(tmp_path, replace(QUIET, progress=progress)) as metrics_logger:
-        metrics_logger.log_step(step(1))
-    assert ("training" in stream.getvalue()) == bool(shown)
 
 
 def test_damaged_lines_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks import compare as compare_script
-from benchmarks.peers.runs import PEERS
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
@@ -68,19 +66,6 @@ def test_a_peer_that_takes_too_long_is_stopped(
     assert "stub-bf16 took longer than 2 s" in capsys.readouterr().err
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-def test_a_peer_without_its_figures_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    some = """JSON {"tok_s_gpu": 1.0, "step_ms": 1.0, "tflops_gpu": 1.0, "losses": []}"""
-    peers = ["none=echo no figures", f"some=echo '{some}'", "gone=/no/such/program"]
-    flags = [flag for peer in peers for flag in ("--peer", peer)]
-    assert own_runs(monkeypatch, tmp_path, ["O3"], *flags) == 1
-    assert names(tmp_path) == ["O3"]
-    errors = capsys.readouterr().err
-    assert "error: none: no line 'JSON {…}' in" in errors and "error: gone cannot be started" in errors
-    assert "error: some: no tflops_causal, mem_gb, losses in the JSON line" in errors
 
 
 @pytest.mark.parametrize("peer", ["a command", "=command", "name=", "a/b=command", "name=an 'open quote"])
@@ -140,26 +125,6 @@ def test_figures_of_an_older_run_are_not_taken(tmp_path: Path, monkeypatch: pyte
     assert own_runs(monkeypatch, tmp_path, ["bf16"]) == 1
     assert not list(tmp_path.glob("comparison.*")) and not profile.exists()
     assert (tmp_path / "bf16" / "config.yaml").exists()
-
-
-def parsed(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str, missing: str = "") -> Any:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec("json"))
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["compare.py", "--model", "345m", "--output-dir", str(folder), *flags])
-    return compare_script._parse()
-
-
-def test_peers_are_given_the_work_of_this_projects_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--micro-batch-size", "2", "--num-micro-batches", "3", "--", "--mock-data", "--seed", "7"]
-    args = parsed(monkeypatch, tmp_path, "--nproc-per-node", "2", *flags)
-    own = compare_script._own_command(args, "O3-fast")
-    for name, peer in PEERS.items():
-        command = compare_script._peer_command(args, name)
-        assert (command[0] == "env") == (peer.program == "megatron_te")
-        work = command[command.index("--") + 1 :]
-        start = own.index("--config")
-        assert work == own[start : start + len(work)] and "--global-batch-size 12" in " ".join(work)
 
 
 @pytest.mark.slow

@@ -39,8 +39,6 @@ from fp8_megatron.conversion.conversion import check_trainable, open_source
 from fp8_megatron.conversion.hugging_face_folder import HuggingFaceWeights
 from fp8_megatron.conversion.logits import logits_of_weights, random_tokens
 from fp8_megatron.data.tokenizer_settings import build_tokenizer
-from fp8_megatron.dtypes import E4M3
-from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.gpt import build_model
 from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.runtime import runtime
@@ -211,19 +209,6 @@ def test_another_conversion_into_the_same_folder_is_told(
     assert "another conversion into" in capsys.readouterr().err and (tmp_path / "out.partial" / "theirs").exists()
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_an_output_without_a_name_is_filled(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
-) -> None:
-    (tmp_path / "out").mkdir()
-    monkeypatch.chdir(tmp_path / "out")
-    output = Path() if exists else Path("new")
-    assert convert(llama, output, "hf", "--dtype", "fp32", "--no-verify") == 0
-    assert {file.name for file in output.iterdir()} >= {"config.json", "model.safetensors"}
-    assert Path.cwd().samefile(tmp_path / "out"), "the working directory is not replaced"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize(
     ("parallel", "precision", "message"),
     [
@@ -240,12 +225,6 @@ def test_what_needs_several_micro_batches_is_trainable(
     check_trainable(replace(config, training=several), VOCAB_SIZE)
     with pytest.raises(ConfigError, match=message):
         check_trainable(replace(config, training=replace(several, global_batch_size=2)), VOCAB_SIZE)
-
-
-def test_released_gradients_keep_their_one_micro_batch() -> None:
-    config = tiny_config(LLAMA_STYLE, precision=PrecisionConfig(release_gradients=True))
-    config = replace(config, optimizer=replace(config.optimizer, clip_grad=0.0))
-    check_trainable(replace(config, training=replace(config.training, global_batch_size=4)), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -306,19 +285,6 @@ def test_other_biases_of_attention_are_refused(
         capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()
-
-
-def test_weights_do_not_follow_power_of_two_scales(llama: Path, tmp_path: Path) -> None:
-    """Training derives weights with plain scales; the option affects only other tensors."""
-    (tmp_path / "run.yaml").write_text("precision: {fp8_power_of_two_scales: true}")
-    flags = ("--config", str(tmp_path / "run.yaml"), "--fp8", "compressed-tensors", "--no-verify")
-    assert convert(llama, tmp_path / "out", "hf", *flags) == 0
-    name = "model.layers.0.mlp.down_proj.weight"
-    weight = HuggingFaceWeights(llama).read_theirs(name)
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    payload, _, scale = ops.quantize_current(weight, E4M3)
-    assert torch.equal(stored[name].view(torch.uint8), payload.view(torch.uint8))
-    assert torch.equal(stored[name + "_scale"], scale)
 
 
 def _train(ranks: RankPool, config: Config, folder: Path, num_steps: int) -> None:
@@ -565,20 +531,6 @@ def test_a_hugging_face_folder_keeps_its_tokenizer(
     assert convert(theirs, tmp_path / "again", "hf", "--no-verify") == 0
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (1, 2), "what transformers takes for a Llama"
-
-
-def test_a_unigram_tokenizer_is_copied_and_said_to_be_incomplete(documents: list[str], tmp_path: Path) -> None:
-    from fp8_megatron.commands.train_tokenizer import train
-    from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer
-
-    model = tmp_path / "unigram.model"
-    model.write_bytes(train(documents[:10], vocab_size=500, model_type="unigram", num_threads=1))
-    (tmp_path / "out").mkdir()
-    exported = export_tokenizer(DataConfig(tokenizer_model=str(model)), tmp_path / "out")
-    assert not exported.is_complete and "tokenizer.model alone, without tokenizer.json: only BPE" in exported.message
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokenizer.model"]
-    none = export_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), tmp_path / "out")
-    assert none.message.startswith("no tokenizer: ")
 
 
 @pytest.mark.slow

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from fp8_megatron.commands import pretrain_gpt
-from fp8_megatron.config.io import parse_config
 from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK
 from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.weight_grad import WeightGrad
-from tools import gradient_snr
 from tools.gradient_snr import _EVERY, Sample
 
 
@@ -36,20 +30,3 @@ def test_a_sample(share_of_amax: float, saturates: bool) -> None:
     assert 30.5 < summary["block_db"]["min"] < 32.5  # type: ignore[index]
     assert summary["gradients_that_saturate"] == (2 if saturates else 0)
     assert (summary["delayed_db"]["min"] > 30.5) == (not saturates)  # type: ignore[index]
-
-
-def test_steps_that_are_measured_are_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A launch of recorded work would call no Python."""
-    chosen: list[str] = []
-
-    def main_of_a_run() -> int:
-        chosen.append(parse_config().training.cuda_graph_impl)
-        return 1
-
-    monkeypatch.setattr(sys, "argv", ["gradient_snr", str(tmp_path / "out.json"), "--mock-data"])
-    monkeypatch.setattr(pretrain_gpt, "main", main_of_a_run)
-    assert gradient_snr.main() == 1 and chosen == ["none"]
-
-
-def test_nothing_measured_says_so() -> None:
-    assert Sample().summary() == {"gradients": 0}

@@ -29,14 +29,6 @@ def test_the_work_fits_the_machine(
         assert config.global_batch_size(gpus) == batch and config.data.mock_data
 
 
-def test_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    chosen = ["--gpus", "2", "--model", "llama-7b", "--micro-batch-size", "2", "--runs", "O3-fast", "bf16"]
-    args = compare._parse(headline.comparison_flags([*chosen, "--", "--data-path", "x", "--seed", "3"], 4))
-    assert (args.runs, args.nproc_per_node, args.model) == (["O3-fast", "bf16"], 2, "llama-7b")
-    assert args.passed == ["--data-path", "x", "--seed", "3"] and args.micro_batch_size == 2
-
-
 @pytest.mark.parametrize(("asked", "there"), [("1", 0), ("5", 4)])
 def test_gpus_that_are_not_there(asked: str, there: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -132,45 +132,10 @@ def test_attention_cases_run(benchmark: Any) -> None:
         assert forward.call(0).shape == (64, 2, 256) and [grad.shape[2:] for grad in both.call(0)] == [(2, 128)] * 3
 
 
-def test_sums_of_blocks_run(benchmark: Any) -> None:
-    """Two blocks with all 64 rows and one with half of them, and the sum, in BF16."""
-    merge, add = benchmark["attention_cases"].sums(CPU, 2, 64, heads=2)
-    rows = 2 * (64 + 64 + 32 + 64) * 2 * 2 * 128
-    assert add.num_bytes == rows and merge.num_bytes == rows + 4 * (64 + 64 + 32 + 64) * 2 * 2
-    assert add.call(0).shape == merge.call(0)[0].shape == (64, 2, 2, 128)
-
-
 def test_block_scaled_gemm_cases_run(benchmark: Any) -> None:
     for case in benchmark["block_cases"].gemms(CPU, 128, 256, 384):
         case.call(0)
         assert case.num_flops == 2 * 128 * 256 * 384
-
-
-def test_linear_layers_run_and_a_missing_peer_is_a_row(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = benchmark["linear_cases"]
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    seconds = {linear.BF16: 3.3e-3, linear.FP8_DELAYED: 2e-3, linear.FP8_FAST: 1.9e-3, linear.FP8_CURRENT: 2.4e-3}
-    steps = []
-
-    def timer(step: Any) -> tuple[float, str]:
-        for index in range(3):  # the delayed layer is warm after the first
-            step(index)
-        steps.append(step)
-        return list(seconds.values())[(len(steps) - 1) // 2], "graph"
-
-    shapes = [linear.Shape(32, 64, 128), linear.Shape(32, 128, 64)]
-    rows = list(linear.measure(shapes, CPU, timer))
-    assert [row.name for row in rows[: len(linear.STEPS)]] == list(linear.STEPS)
-    by_name = {row.name: row for row in rows if row.shape == str(shapes[1])}
-    fp8 = by_name[linear.FP8_DELAYED]
-    assert fp8.over_bf16 == pytest.approx(1.65) and fp8.over_te is None
-    assert fp8.tflop_per_s == pytest.approx(6 * 32 * 64 * 128 / 2e-3 / 1e12)
-    assert by_name[linear.TE].error.startswith("ModuleNotFoundError")
-    total = next(row for row in rows if row.shape == linear.ALL_SHAPES and row.name == linear.FP8_DELAYED)
-    assert total.milliseconds == pytest.approx(4.0)
-    text = linear.table(rows)
-    assert "≥ 1.65 × BF16 met, ≥ 1.00 × TE (not measured)" in text and "ModuleNotFoundError" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing on a CPU")

@@ -42,21 +42,6 @@ def test_every_run_is_a_valid_configuration(part: str, tmp_path: Path, monkeypat
             assert max(scaling._parse().gpus) == PARTS[part].gpus
 
 
-def test_the_peer_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(compare, "_cannot_run", lambda *_: None)
-    (command,) = commands_of("13b", tmp_path, with_peer=True)
-    monkeypatch.setattr(sys, "argv", command[1:])
-    args = compare._parse()
-    assert args.runs == ["O3-fast", "O3-no-graph", measure.PEER]
-    peer = compare._peer_command(args, measure.PEER)
-    assert peer[:2] == ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"] and "te-delayed" in peer
-    config = parse_config(peer[peer.index("--") + 1 :])
-    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (40, 5120, 2048)
-    assert config.parallel.tensor_model_parallel_size == 2 and config.parallel.sequence_parallel
-    assert (config.training.micro_batch_size, config.num_micro_batches(PARTS["13b"].gpus)) == (4, 4)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -77,16 +77,6 @@ def test_peers_train_the_same_work(ranks: RankPool, tmp_path: Path, style: str) 
         assert losses == pytest.approx(own, abs=3e-3 if style == "yarn" else 1.5e-3), name
 
 
-@pytest.mark.parametrize("recipe", ["torchao-tensorwise", "torchao-rowwise"])
-def test_float8_layers_learn_alike(ranks: RankPool, tmp_path: Path, recipe: str) -> None:
-    """FP8 with three bits of mantissa moves logits of about 0.5 by some percent: the loss by less than 0.02."""
-    pytest.importorskip("torchao")
-    flags = tiny_flags(tmp_path, **RUN)
-    plain = losses_of(ranks, "torchao_fsdp2", "torch-bf16", flags, tmp_path / "figures.json", 2)
-    float8 = losses_of(ranks, "torchao_fsdp2", recipe, flags, tmp_path / "figures.json", 2)
-    assert float8 == pytest.approx(plain, abs=0.02) and float8 != plain
-
-
 @pytest.mark.parametrize(
     ("peer", "recipe", "changed", "message"),
     [
@@ -94,12 +84,7 @@ def test_float8_layers_learn_alike(ranks: RankPool, tmp_path: Path, recipe: str)
         (megatron_te, "bf16", {"save": "x"}, "a peer has no --save x"),
         (megatron_te, "bf16", {"decoupled_weight_decay": False}, "a peer has no --no-decoupled-weight-decay"),
         (torchao_fsdp2, "torch-bf16", {"hidden_dropout": 0.1}, "a peer has no --hidden-dropout 0.1"),
-        (
-            torchao_fsdp2,
-            "torch-bf16",
-            {"tensor_model_parallel_size": 2},
-            "tensor × context × pipeline parallel 2 × 1 × 1",
-        ),
+        (torchao_fsdp2, "torch-bf16", {"tensor_model_parallel_size": 2}, "tensor × context × pipeline parallel 2 ×"),
         (megatron_te, "bf16", FULL | {"mlp_chunks_for_training": 2}, "a peer has no --mlp-chunks-for-training 2"),
         (torchao_fsdp2, "torch-bf16", LLAMA | {"rotary_interleaved": True}, "leave --rotary-interleaved out"),
         (torchao_fsdp2, "torch-bf16", {"recompute_granularity": "selective"}, "leave --recompute-granularity out"),

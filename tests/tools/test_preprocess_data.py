@@ -190,10 +190,7 @@ def test_workers_are_bounded_by_cores_with_a_line(corpus, tokenizer_model, outpu
         (("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), "is not read by a NullTokenizer; leave it out"),
         (("--split-on-blank-lines",), "--split-on-blank-lines cuts plain text, and --input has JSON lines alone"),
         (("--output-prefix", ""), "argument --output-prefix: the text is empty"),
-        (
-            ("--output-prefix", "folder/"),
-            "--output-prefix: folder/ is a folder; add the start of the files' names",
-        ),
+        (("--output-prefix", "folder/"), "--output-prefix: folder/ is a folder; add the start of the files' names"),
         (("--output-prefix", "/proc/version/x"), "/proc/version is a file, not a folder"),
         (("--tokenizer-model", ""), "argument --tokenizer-model: the text is empty"),
     ],

@@ -18,8 +18,6 @@ from fp8_megatron.training import training_run
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import tiny_flags
 
-_FILES = ("metrics.jsonl", "health.jsonl", "events.jsonl", "config.yaml", "memory.txt", "loss.png")
-
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
@@ -75,35 +73,6 @@ def test_the_folder_is_removed(
     train(folder, lambda: shutil.rmtree(folder), monkeypatch)
     assert "written" not in check_log(caplog, at_most=9)
     assert (folder / "profile_rank0.json").exists()
-
-
-def test_a_file_is_where_the_folder_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    folder = tmp_path / "out"
-
-    def damage() -> None:
-        shutil.rmtree(folder)
-        folder.write_text("")
-
-    train(folder, damage, monkeypatch)
-    assert "written" not in check_log(caplog, at_most=11)
-
-
-def test_folders_are_where_the_files_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    folder = tmp_path / "out"
-
-    def damage() -> None:
-        for name in _FILES:
-            (folder / name).unlink(missing_ok=True)
-            (folder / name).mkdir()
-
-    train(folder, damage, monkeypatch)
-    check_log(caplog, at_most=8)
 
 
 def test_the_disk_is_full(full_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +25,7 @@ from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.learning_rate import schedule_notes
-from fp8_megatron.data import loader as loader_module
 from fp8_megatron.data.splits import process_group
-from fp8_megatron.device import host_copy
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
 from fp8_megatron.training import training_run
 from fp8_megatron.training.schedule import RunSchedule
@@ -158,60 +155,6 @@ def test_every_step_is_megatrons(name: str, world_size: int) -> None:
     expected = list(megatrons_steps(100, batches=batches, scheduler=scheduler, count=count))
     assert list(our_steps(f"{common} {flags}", 100, world_size)) == expected
     assert len({lr for lr, _, _ in expected}) > 20
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_schedules_are_megatrons(seed: int) -> None:
-    """Styles, lengths, warm-ups, growing decay and ramps at random, in samples and in steps, bit for bit."""
-    draw = random.Random(seed)
-    batch, in_samples = draw.choice([6, 12, 40]), draw.random() < 0.5
-    unit, kind, steps = (1, "samples", 90 * batch) if in_samples else (batch, "iters", 90)
-    decay = draw.randint(steps // 2, steps)
-    warmup = draw.randint(0, decay // 3)
-    wsd = draw.randint(1, decay - warmup)
-    style = draw.choice(["cosine", "linear", "WSD", "inverse-square-root", "constant"])
-    growth = draw.choice(["constant", "linear", "cosine"])
-    flags = (
-        f"--micro-batch-size 1 --global-batch-size {batch} --train-{kind} {steps} --lr 1e-3 --lr-decay-style {style} "
-    )
-    flags += f"--lr-warmup-{kind} {warmup} --weight-decay 0.05 "
-    if style in ("WSD", "cosine", "linear"):
-        flags += f"--min-lr 1e-4 --lr-decay-{kind} {decay} "
-    else:
-        decay = steps
-    if style == "WSD":
-        flags += f"--lr-wsd-decay-{kind} {wsd} --lr-wsd-decay-style minus_sqrt "
-    if growth != "constant":
-        flags += f"--weight-decay-incr-style {growth} --start-weight-decay 0.01 --end-weight-decay 0.2 "
-    batches: Any = ConstantNumMicroBatchesCalculator(batch, 1, 1, False, 1)
-    if ramps := draw.random() < 0.6:
-        start = draw.choice([size for size in range(1, batch) if batch % size == 0])
-        ramp = (start, start, draw.randint(1, 60 * batch))
-        flags += "--rampup-batch-size {} {} {} ".format(*ramp)
-        batches = RampupBatchsizeNumMicroBatchesCalculator(batch, 1, 1, False, 1, *ramp)
-    scheduler = OptimizerParamScheduler(
-        groups(),
-        init_lr=0.0,
-        max_lr=1e-3,
-        min_lr=1e-4 if "--min-lr" in flags else 0.0,
-        lr_warmup_steps=warmup * unit,
-        lr_decay_steps=decay * unit,
-        lr_decay_style=style,
-        start_wd=0.05 if growth == "constant" else 0.01,
-        end_wd=0.05 if growth == "constant" else 0.2,
-        wd_incr_steps=steps * unit,
-        wd_incr_style=growth,
-        wsd_decay_steps=wsd * unit,
-        lr_wsd_decay_style="minus_sqrt",
-    )
-    for group in scheduler.optimizer.param_groups:
-        group["min_lr"] = 1e-4 if "--min-lr" in flags else 0.0
-    scheduler.step(0)
-    count = None if in_samples or not ramps else batch
-    expected = list(megatrons_steps(120, batches=batches, scheduler=scheduler, count=count))
-    found = list(our_steps(flags, 120))
-    assert [batch for *_, batch in found] == [batch for *_, batch in expected]
-    assert found == expected, flags
 
 
 def test_steps_of_a_growing_batch_count_alike() -> None:
@@ -430,21 +373,6 @@ def test_an_iteration_to_skip_trains_on_nothing(tmp_path: Path, monkeypatch: pyt
     ]
 
 
-def test_what_is_left_out_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """So a signal waits for no data: that of 100,000 iterations would take minutes."""
-    caplog.set_level(logging.INFO)
-    collate, num_read = loader_module._stack, []
-    monkeypatch.setattr(loader_module, "_stack", lambda *args, **kwargs: num_read.append(1) or collate(*args, **kwargs))
-    records = fit(tmp_path, train_iters=40, iterations_to_skip=[*range(2, 20), *range(21, 41)])
-    assert [record["iteration"] for record in records] == [1, 20] and len(num_read) == 2
-    told = [message for message in caplog.messages if "--iterations-to-skip" in message]
-    *said, summary = told
-    assert [message.split(" are ")[0] for message in said] == ["iterations 2 to 19", "iterations 21 to 40"]
-    assert "40 of 40 (38 left out by --iterations-to-skip)" in summary
-
-
 def test_a_signal_before_what_is_left_out_ends_the_run_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_step = training_run.train_step
 
@@ -455,23 +383,6 @@ def test_a_signal_before_what_is_left_out_ends_the_run_there(tmp_path: Path, mon
     saved = tmp_path / "saved"
     records = fit(tmp_path, train_iters=9, save=saved, save_interval=2, iterations_to_skip=[2, 3])
     assert [record["iteration"] for record in records] == [1] and saved_iterations(saved) == [1]
-
-
-def test_the_time_of_what_is_left_out_is_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def taking(seconds: float, function: Any) -> Any:
-        def slow(*words: Any, **names: Any) -> Any:
-            now[0] += seconds
-            return function(*words, **names)
-
-        return slow
-
-    monkeypatch.setattr(host_copy, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(training_run, "train_step", taking(1, training_run.train_step))
-    monkeypatch.setattr(training_run.TrainingRun, "_leave_out", taking(100, training_run.TrainingRun._leave_out))
-    records = fit(tmp_path, train_iters=4, iterations_to_skip=[1, 3])
-    assert [record["step_seconds"] for record in records] == [1, 1]
 
 
 def test_a_save_and_the_end_come_after_an_iteration_that_is_left_out(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,9 @@ from fp8_megatron.reporting.step_figures import StepFigures
 from fp8_megatron.training import train_step as train_step_module
 from fp8_megatron.training import trainer as trainer_module
 from fp8_megatron.training import training_run
-from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.run_report import log_settings
 from fp8_megatron.training.stopping import TrainingDiverged
 from fp8_megatron.training.trainer import Trainer
-from tests.harness.ranks import RankPool
 from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
 from tests.harness.token_files import write_token_files
 
@@ -167,44 +165,6 @@ def test_a_run_goes_on_however_its_steps_are_launched(tmp_path: Path) -> None:
         fit(tmp_path / "local", cuda_graph_impl="local")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"async_save": True}, id="async"),
-        pytest.param({"precision": "bf16"}, id="bf16", marks=pytest.mark.slow),
-    ],
-)
-def test_ten_and_ten_are_twenty(tmp_path: Path, settings: dict) -> None:
-    """Tokens from files, in order; with checkpoints in between, of which the resumed run takes the latest."""
-    write_token_files(tmp_path / "tokens", [[(start * i) % 64 for i in range(40)] for start in range(1, 30)])
-    data = {"mock_data": None, "data_path": [tmp_path / "tokens"], "tokenizer_type": "NullTokenizer", "split": "1,0,0"}
-    settings = {"train_iters": 20, "hidden_dropout": 0.1, "lr_warmup_iters": 5, **data, **settings}
-    straight = fit(tmp_path / "straight", save=tmp_path / "unused", save_interval=3, **settings)
-    saving = {"save": tmp_path / "checkpoints", "save_interval": 4}
-    fit(tmp_path / "halves", exit_interval=10, **saving, **settings)
-    resumed = fit(tmp_path / "halves", load=tmp_path / "checkpoints", **saving, **settings)
-    assert steps(resumed) == steps(straight)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names[:3] == ["iter_0000004", "iter_0000008", "iter_0000010"] and names[-1].startswith("latest_")
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_of_a_node_name_one_folder(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --output-dir and --save, though one of them asks in another second."""
-    flags = [flag for flag in tiny_flags(Path("unused")) if not flag.startswith("--output-dir") and flag != "unused"]
-    config = parse_config(flags)
-    assert config.logging.output_dir is None
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
-    folders = []
-    for late in (0.0, 90.0):
-        now = time.time() + late
-        monkeypatch.setattr(trainer_module.time, "time", lambda now=now: now)
-        folders.append(trainer_module._output_dir(config))
-        monkeypatch.undo()
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
-    assert (folders[0] == folders[1]) == (num_ranks == 2) and folders[0].parent == Path("runs")
-
-
 def test_sigterm_waits_for_a_pending_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save in the background is as slow as ten steps; SIGTERM in the next one ends with both checkpoints whole."""
     write_chunks, train_step, calls = saving.write_chunks, training_run.train_step, 0
@@ -248,41 +208,6 @@ def test_a_checkpoint_that_is_not_saved_is_reported(tmp_path: Path, monkeypatch:
     assert saved_iterations(tmp_path / "saved") == [4]
 
 
-class _Read:
-    """The first token of every sample that training takes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.samples: list[int] = []
-        take_step = train_step_module.take_step
-
-        def taken(loader: Iterator[Batch], num: int, device: torch.device) -> list[Batch]:
-            batches = take_step(loader, num, device)
-            self.samples += [int(tokens) for batch in batches for tokens in batch["tokens"][:, :4] @ _BASE]
-            return batches
-
-        monkeypatch.setattr(train_step_module, "take_step", taken)
-
-
-_BASE = torch.tensor([64**3, 64**2, 64, 1])
-
-
-def test_another_global_batch_reads_on_where_the_last_one_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twice, larger and smaller: every sample once, in order, to the last step."""
-    read = _Read(monkeypatch)
-    checkpoints = tmp_path / "checkpoints"
-    consumed = []
-    for batch, train_iters in ((2, 4), (6, 6), (2, 10)):
-        settings = {"global_batch_size": batch, "train_iters": train_iters}
-        records = fit(tmp_path / str(batch), save=checkpoints, load=checkpoints, **settings)
-        consumed.append(records[-1]["consumed_samples"])
-    assert consumed == [4 * 2, 4 * 2 + 2 * 6, 4 * 2 + 2 * 6 + 4 * 2]
-    in_pieces, read.samples = read.samples, []
-    fit(tmp_path / "straight", global_batch_size=2, train_iters=consumed[-1] // 2)
-    assert in_pieces == read.samples and len(set(in_pieces)) == consumed[-1]
-
-
 def test_steps_that_are_past_cannot_be_profiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = tmp_path / "checkpoints"
     fit(tmp_path / "first", train_iters=2, save=checkpoints)
@@ -292,13 +217,6 @@ def test_steps_that_are_past_cannot_be_profiled(tmp_path: Path, caplog: pytest.L
     caplog.clear()
     fit(tmp_path / "third", profile_step_start=3, **settings)
     assert "profile_step_start" not in caplog.text and (tmp_path / "third" / "profile_rank0.json").exists()
-
-
-def test_fewer_steps_than_were_trained_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    fit(tmp_path / "first", train_iters=4, save=checkpoints)
-    assert fit(tmp_path / "second", train_iters=3, load=checkpoints) == []
-    assert "nothing is left to train: iteration 4, --train-iters 3" in caplog.text
 
 
 def test_a_finished_run_that_starts_again_has_one_validation(tmp_path: Path) -> None:
@@ -319,11 +237,6 @@ def test_a_finished_run_that_starts_again_has_one_validation(tmp_path: Path) -> 
     after = evaluations()
     assert [one[:2] for one in after] == [one[:2] for one in before]
     assert after[0] == before[0] and after[1][2] != before[1][2]
-
-
-def test_a_different_seed_gives_other_losses(tmp_path: Path) -> None:
-    """Guards the test above: equality is not for want of anything that differs."""
-    assert steps(fit(tmp_path / "a", train_iters=3)) != steps(fit(tmp_path / "b", train_iters=3, seed=5))
 
 
 def test_sigterm_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,32 +287,6 @@ def test_the_time_limit_counts_the_set_up(tmp_path: Path, monkeypatch: pytest.Mo
     records = fit(tmp_path, train_iters=9, exit_duration_in_mins=1, save=tmp_path / "saved")
     assert len(steps(records)) <= 2
     assert saved_iterations(tmp_path / "saved") == [len(steps(records))]
-
-
-def _fit_with_one_late_clock(folder: Path) -> None:
-    clock, train_step = Clock(), training_run.train_step
-
-    def late(*args: Any, **kwargs: Any) -> torch.Tensor:
-        clock.seconds += 120 * int(os.environ["RANK"])
-        return train_step(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (trainer_module, training_run):
-            patch.setattr(module, "time", clock)
-        patch.setattr(training_run, "train_step", late)
-        logger = logging.getLogger("fp8_megatron")
-        logger.setLevel(logging.INFO)  # events are lines of the log
-        try:
-            fit(folder, train_iters=9, exit_duration_in_mins=1)
-        finally:
-            logger.setLevel(logging.NOTSET)
-
-
-def test_the_first_rank_says_why_another_one_stops(ranks: RankPool, tmp_path: Path) -> None:
-    """The second rank's clock alone has passed the limit."""
-    ranks.run(_fit_with_one_late_clock, tmp_path, num_ranks=2)
-    (stop,) = [found for found in read_events(tmp_path / EVENTS_FILE) if found["kind"] == "stop"]
-    assert stop["reason"] == "duration" and stop["text"].endswith("--exit-duration-in-mins has passed")
 
 
 @pytest.mark.parametrize("interval", [2, 100], ids=["between steps", "at the end"])
@@ -504,11 +391,6 @@ def test_schedules_reach_their_ends(tmp_path: Path) -> None:
     assert [r["learning_rate"] for r in flat if r["kind"] == "train"][4:] == pytest.approx([1e-2] * 6)
 
 
-def test_zero_turns_an_early_end_off(tmp_path: Path) -> None:
-    records = fit(tmp_path, train_iters=3, exit_interval=0, exit_duration_in_mins=0)
-    assert [r["iteration"] for r in records if r["kind"] == "train"] == [1, 2, 3]
-
-
 def test_writes_what_a_user_looks_for(tmp_path: Path) -> None:
     """config.yaml reads back as the run's configuration; the curve, TensorBoard and the metrics are there."""
     flags = tiny_flags(tmp_path, train_iters=4, eval_interval=2, eval_iters=1, tensorboard=True)
@@ -538,23 +420,6 @@ def test_a_run_ends_with_a_validation(tmp_path: Path) -> None:
     assert [iteration for iteration, _ in evaluated("left_out", eval_interval=2, iterations_to_skip=[4])] == [2, 4]
 
 
-def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
-    """keep_last removes the older ones, and the newest loads."""
-    checkpoints = tmp_path / "checkpoints"
-    fit(tmp_path, train_iters=6, save=checkpoints, save_interval=2, keep_last=2)
-    assert sorted(path.name for path in checkpoints.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
-
-
-def test_one_that_is_damaged_pushes_none_out(tmp_path: Path) -> None:
-    """Of 2, 4 and a damaged 6 the run resumes from 4; after 7 the last two are 4 and 7, and 6 is kept."""
-    checkpoints = tmp_path / "checkpoints"
-    settings = {"save": checkpoints, "save_interval": 2, "keep_last": 2, "lr_decay_iters": 9}
-    fit(tmp_path / "first", train_iters=6, **settings)
-    (checkpoints / "iter_0000006" / ".metadata").write_bytes(b"")
-    fit(tmp_path / "second", load=checkpoints, train_iters=7, **{**settings, "save_interval": 7})
-    assert sorted(path.name[-1] for path in checkpoints.glob("iter_*")) == ["4", "6", "7"]
-
-
 def test_finetune_takes_weights_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """--finetune starts at iteration 1 with the trained weights: its first loss is the next step's, not the first."""
     caplog.set_level(logging.INFO)  # events are lines of the log
@@ -566,21 +431,6 @@ def test_finetune_takes_weights_alone(tmp_path: Path, caplog: pytest.LogCaptureF
     events = [e for name in ("first", "tuned") for e in read_events(tmp_path / name / EVENTS_FILE)]
     begins = [e["text"].split(" on ")[0] for e in events if e["kind"] == "start"]
     assert begins == ["training starts from scratch", f"training starts with the weights of {checkpoints}"]
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective"},
-    ],
-    ids=["full", "selective"],
-)
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_recomputation_changes_nothing(tmp_path: Path, recompute: dict, recipe: str) -> None:
-    """Recomputed forwards see the scales and the dropout of the first: losses and norms are equal, bit for bit."""
-    settings = {"train_iters": 5, "fp8_recipe": recipe, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-    assert steps(fit(tmp_path / "recomputed", **settings, **recompute)) == steps(fit(tmp_path / "kept", **settings))
 
 
 @pytest.fixture(scope="module")
@@ -619,15 +469,6 @@ def test_every_setting_of_its_own_trains(
     measured = [loss for _, loss, _ in steps(fit(tmp_path / "set", train_iters=10, lr=1e-3, **dtypes))]
     assert measured == pytest.approx(expected, rel=0.03)
     assert measured != expected
-
-
-def test_figures_of_the_whole_model_are_reported_if_asked_for(tmp_path: Path) -> None:
-    asked = fit(tmp_path / "asked", train_iters=3, log_params_norm=True, log_num_zeros_in_grad=True)
-    plain = fit(tmp_path / "plain", train_iters=3)
-    assert steps(asked) == steps(plain)
-    for record in (r for r in asked if r["kind"] == "train"):
-        assert 1.0 < record["params_norm"] < 1000.0 and record["num_zeros"] >= 0.0
-    assert all(r["params_norm"] is r["num_zeros"] is None for r in plain if r["kind"] == "train")
 
 
 def test_underflow_is_measured_where_gradients_are_fp8(tmp_path: Path) -> None:

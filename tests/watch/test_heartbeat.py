@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8_megatron.watch import heartbeat as heartbeat_module
-from fp8_megatron.watch.heartbeat import Heartbeat, Pace, Record, Sighting, State
+from fp8_megatron.watch.heartbeat import Heartbeat, Pace, Record, Sighting
 
 #: Slow enough that a busy machine is not taken for a silent rank.
 PACE = Pace(interval=0.1, dead_after=1.0, patience=3.0)
@@ -56,21 +56,6 @@ def test_silence_grows_only_for_the_rank_that_is_silent(start: Start) -> None:
     assert ranks[0].others()[2].silence < PACE.dead_after / 2
 
 
-def test_a_rank_that_never_speaks_is_silent_too(start: Start) -> None:
-    heartbeat = start(0)
-    wait_until(lambda: heartbeat.others()[1].silence > PACE.dead_after)
-    assert heartbeat.others()[1].record is None
-    assert heartbeat.others()[1].limit(PACE) == PACE.patience
-
-
-def test_publish_returns_when_it_is_said(start: Start) -> None:
-    reader, speaker = start(0), start(1)
-    speaker.publish(Record("host1", 101, state=State.FAILED, because="an error"), timeout_seconds=5.0)
-    speaker.close()
-    wait_until(lambda: reader.others()[1].state is State.FAILED)
-    assert reader.others()[1].because == "an error"
-
-
 def test_sleep_of_the_whole_machine_is_no_silence(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader wakes first, an hour later: the others get the time to speak."""
     reader, speaker = start(0), start(1)
@@ -111,10 +96,3 @@ def test_patience_is_for_those_who_asked() -> None:
     at_work, saving = (Sighting(Record("host", 1, patient=patient)) for patient in (False, True))
     assert at_work.limit(PACE) == PACE.dead_after
     assert saving.limit(PACE) == PACE.patience
-
-
-def test_record_survives_the_store() -> None:
-    record = Record(
-        "höst", 3, iteration=5, doing="saving", patient=False, state=State.ENDED, because='"quoted"', beat=9
-    )
-    assert Record.from_json(record.to_json()) == record
