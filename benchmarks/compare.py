@@ -39,7 +39,7 @@ from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.device.cudnn import users_environment
 from fp8_megatron.reporting.flops import model_flops_per_token, peak_flops
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 
 MODELS = {
     "345m": "gpt_345m",
@@ -271,7 +271,7 @@ def _has_every_figure(args: argparse.Namespace, name: str) -> bool:
     metrics = args.output_dir / name / METRICS_FILE
     if not all(path.exists() for path in (metrics, *_profiles(args, name))):
         return False
-    return sum(record["kind"] == "train" for record in read_records(metrics)) == args.train_iters
+    return sum(record["kind"] == "train" for record in read_rows(metrics)) == args.train_iters
 
 
 def _profiles(args: argparse.Namespace, name: str) -> list[Path]:
@@ -293,7 +293,7 @@ def _own_result(args: argparse.Namespace, name: str, command: list[str]) -> Resu
     folder = args.output_dir / name
     if not _has_every_figure(args, name):
         raise ValueError(f"no figures of all its steps in {folder}")
-    steps = [record for record in read_records(folder / METRICS_FILE) if record["kind"] == "train"]
+    steps = [record for record in read_rows(folder / METRICS_FILE) if record["kind"] == "train"]
     untimed_at_end = args.profiled_steps + 1 if args.profiled_steps else 0
     timed = steps[WARM_UP_STEPS : len(steps) - untimed_at_end]
     config = parse_config(["--config", str(folder / "config.yaml")])

@@ -20,7 +20,7 @@ from fp8_megatron.any_model.meter import Bytes, Row, table
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.planning.memory import predict_memory
 from fp8_megatron.planning.vocabulary import padded_vocab_size
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
 
 SMALL = (
@@ -36,7 +36,7 @@ def train(name: str, flags: list[str], folder: Path) -> Row | None:
 
     if os.environ.get("RANK", "0") != "0":
         return None
-    steps = [record for record in read_records(folder / METRICS_FILE) if record["kind"] == "train"]
+    steps = [record for record in read_rows(folder / METRICS_FILE) if record["kind"] == "train"]
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     memory = predict_memory(config, padded_vocab_size(config), world_size=world_size)
     held = memory.linear + memory.rest

@@ -33,9 +33,9 @@ from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config
 from fp8_megatron.data.document_bounds import NUM_TOKENS
 from fp8_megatron.mcore.initialization import named_parameters_of_model
-from fp8_megatron.mcore.rope import tell_yarn
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.mcore.transformer_config import tell_yarn
 from fp8_megatron.training.batches import masked_mean_loss
 from fp8_megatron.training.schedule import build_scheduler
 

@@ -31,7 +31,7 @@ from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report,
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.schema import Config, ModelConfig
-from fp8_megatron.mcore.rope import rotary_table
+from fp8_megatron.mcore.transformer_config import rotary_table
 from fp8_megatron.training.schedule import build_scheduler
 
 #: torchao's recipe by the name of the run; None is BF16.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Container, Mapping, Sequence
 from numbers import Integral
 from typing import TypeVar
@@ -153,11 +152,6 @@ def _check_model(model: object) -> None:
             if kind == "FullyShardedDataParallel":
                 fix = "it would flatten FP8 weights: use torch's fully_shard instead (docs/fsdp2.md)"
             raise UserError(f"{name or 'the model'} is a {kind}: {fix}")
-    if _is_in_ddp(model):
-        raise UserError(
-            "torch's DDP holds the model already, and would reduce its old parameters: call initialize first, then "
-            "wrap it (PyTorch Lightning wraps before configure_optimizers: call initialize in configure_model)"
-        )
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise UserError(f"{name} has no shape yet: call the model once, so that its lazy layers see an input")
@@ -185,21 +179,6 @@ def _check_memory(names: Mapping[torch.nn.Parameter, str], optimized: Container[
                 f"them one parameter (b.weight = a.weight in place of b.weight.data = a.weight.data), or give each its "
                 f"own memory (.clone())"
             )
-
-
-def _is_in_ddp(model: torch.nn.Module) -> bool:
-    """Whether torch's DDP has wrapped `model`, or a module that it is a part of. A wrapped module does not know it."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    ddp = torch.nn.parallel.DistributedDataParallel
-
-    def wraps(candidate: object) -> bool:
-        return issubclass(type(candidate), ddp) and any(part is model for part in candidate.modules())  # type: ignore[attr-defined]
-
-    if not any(wraps(candidate) for candidate in gc.get_objects()):
-        return False
-    gc.collect()  # a wrapper that nobody uses any more is part of a cycle
-    return any(wraps(candidate) for candidate in gc.get_objects())
 
 
 def _initialize_sharded(

@@ -10,11 +10,10 @@ from statistics import median
 from typing import TypeGuard
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from ..quantization.scaled_tensor import ScaledTensor
-from ..reporting.tables import table_lines
+from ..reporting.tables import table_text
 from .optimizer import FP8Optimizer
 
 #: Steps that are not timed: the first ones compile kernels and allocate memory.
@@ -148,10 +147,8 @@ class Row:
 def table(rows: Sequence[Row]) -> str:
     """Rows as text, one below the other. Percentages are of the first row."""
     first = rows[0].bytes
-    drawn = Table(box=None, pad_edge=False)
-    drawn.add_column("", no_wrap=True)
-    for heading in ("weights", "gradients", "optimizer", "total", "GPU peak", "ms/step", "loss"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
+    headings = ("", "weights", "gradients", "optimizer", "total", "GPU peak", "ms/step", "loss")
+    lines = []
     for row in rows:
         own = row.bytes
         pairs = [
@@ -162,8 +159,8 @@ def table(rows: Sequence[Row]) -> str:
         ]
         sizes = [_megabytes(size) + ("" if row is rows[0] else _difference(size, other)) for size, other in pairs]
         peak = "-" if row.peak is None else _megabytes(row.peak)
-        drawn.add_row(row.name, *sizes, peak, f"{1000 * row.step_seconds:.1f}", f"{row.loss:.4f}")
-    return "\n".join(table_lines(drawn))
+        lines.append([row.name, *sizes, peak, f"{1000 * row.step_seconds:.1f}", f"{row.loss:.4f}"])
+    return table_text(headings, lines, num_left=1, has_lines=False)
 
 
 def _difference(size: int, other: int) -> str:

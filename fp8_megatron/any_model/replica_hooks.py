@@ -39,6 +39,7 @@ def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads], replication:
         free = [grad for space in spaces for grad in space.grads if grad.param in biases]
     kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
     model._ddp_params_and_buffers_to_ignore = _LeftOut(model, kept)  # type: ignore[assignment]
+    model.register_forward_pre_hook(_RefusesOlderDDP(kept))
     if kept is not None:
         model.register_forward_pre_hook(_SeesDDP(kept, replication))
 
@@ -105,6 +106,43 @@ class RefusesDDP:
     def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:
         """See `_LeftOut`."""
         return list, ()
+
+
+class _RefusesOlderDDP:
+    """Forward pre-hook: refuses a torch DDP that wrapped the model before `initialize` replaced its parameters.
+
+    Args:
+        kept: the gradient that a DDP around the model reduces.
+
+    Raises:
+        ReplicaError: such a DDP runs the model.
+    """
+
+    def __init__(self, kept: ParamGrad | None) -> None:
+        self._kept = None if kept is None else kept.param
+        self._accepted: weakref.ref[torch.nn.Module] | None = None
+
+    def __call__(self, *unused: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        if ddp is None or (self._accepted is not None and self._accepted() is ddp):
+            return
+        held = set(ddp.module.parameters())
+        if any(
+            param not in held or (param is not self._kept and getattr(param, "main_grad", None) is not None)
+            for param in ddp._module_parameters
+        ):
+            raise ReplicaError(
+                "torch's DDP wrapped the model before initialize, and would reduce its old parameters: call initialize "
+                "first, then wrap it (PyTorch Lightning wraps before configure_optimizers: call initialize in "
+                "configure_model)"
+            )
+        self._accepted = weakref.ref(ddp)
+
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
+        """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
+        return NoHook, ()
 
 
 class _SeesDDP:

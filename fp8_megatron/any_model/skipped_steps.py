@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..device.host_copy import HostCopy
+from ..device.memory import HostCopy
 from ..kernels import ops
 from ..quantization.amax_history import MOST_SATURATED, AmaxHistory
 from ..quantization.cast_report import CastReport

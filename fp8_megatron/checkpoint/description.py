@@ -18,8 +18,17 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from ..config.fields import BatchSize, CountOrZero, NotNegative, Ranks, SamplesOrZero, Size
-from ..config.limits import FieldType, field_types, value_problem
+from ..config.fields import (
+    BatchSize,
+    CountOrZero,
+    FieldType,
+    NotNegative,
+    Ranks,
+    SamplesOrZero,
+    Size,
+    field_types,
+    value_problem,
+)
 from ..config.schema import OptimizerConfig
 from ..config.words import shortened
 from .files import ANCESTORS, DUE, META, CheckpointError, iteration_of, read_file

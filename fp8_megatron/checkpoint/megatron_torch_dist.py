@@ -33,8 +33,7 @@ from .megatron_layout import (
 from .pickles import mapping, read_megatron_file
 from .placement import Shape
 from .torch_dist import TorchDistReader, Wanted
-from .torch_dist_weights import TorchDistWeights
-from .weights import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING
+from .weights import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING, TorchDistWeights
 
 _STATES = ("exp_avg", "exp_avg_sq")
 _FLAT = re.compile(

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from .files import CheckpointError
-from .pickles import DTYPES, Record, read_records
+from .pickles import DTYPES, PickledObject, read_pickled
 from .placement import Shape
 
 METADATA = ".metadata"
@@ -70,15 +70,15 @@ class StoredTensor:
     chunks: list[Written]
 
 
-class _Metadata(Record):
+class _Metadata(PickledObject):
     pass
 
 
-class _Tensor(Record):
+class _Tensor(PickledObject):
     pass
 
 
-class _Bytes(Record):
+class _Bytes(PickledObject):
     pass
 
 
@@ -87,10 +87,10 @@ _DESCRIBED = {"Metadata": _Metadata, "TensorStorageMetadata": _Tensor, "BytesSto
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     **{("torch", name): getattr(torch, name) for name in DTYPES},
-    ("torch.serialization", "_get_layout"): Record,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    ("torch.serialization", "_get_layout"): PickledObject,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): PickledObject,
     **{
-        ("torch.distributed.checkpoint.metadata", name): _DESCRIBED.get(name, Record)
+        ("torch.distributed.checkpoint.metadata", name): _DESCRIBED.get(name, PickledObject)
         for name in (
             *_DESCRIBED,
             "ChunkStorageMetadata",
@@ -101,9 +101,9 @@ _ADMITTED: dict[tuple[str, str], Any] = {
         )
     },
     # Added by megatron-core's own writer.
-    ("pathlib", "PosixPath"): Record,
+    ("pathlib", "PosixPath"): PickledObject,
     **{
-        ("torch.distributed.checkpoint.planner", name): Record
+        ("torch.distributed.checkpoint.planner", name): PickledObject
         for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     },
 }
@@ -119,7 +119,7 @@ def read_metadata(folder: Path, files: Collection[str] | None = None) -> dict[st
         CheckpointError: missing, damaged, or no description of tensors that this folder's files hold.
     """
     path = folder / METADATA
-    content = read_records(path, _ADMITTED)
+    content = read_pickled(path, _ADMITTED)
     if not isinstance(content, _Metadata):
         raise CheckpointError(f"checkpoint file {path} is not loaded: it holds a {type(content).__name__}")
     try:
@@ -139,7 +139,7 @@ class _Description:
         self._entries = _mapping(content.get("state_dict_metadata"), "state_dict_metadata")
         self._places = {}
         for index, place in _mapping(content.get("storage_data"), "storage_data").items():
-            key, offset = (index.get("fqn"), index.get("offset")) if isinstance(index, Record) else (index, None)
+            key, offset = (index.get("fqn"), index.get("offset")) if isinstance(index, PickledObject) else (index, None)
             self._places[key, None if offset is None else _shape(offset, f"an offset of {key!r}")] = place
 
     def tensors(self) -> dict[str, StoredTensor]:
@@ -154,7 +154,7 @@ class _Description:
     def _tensor(self, key: str, entry: _Tensor) -> StoredTensor:
         shape = _shape(entry.get("size"), f"size of {key}")
         properties = entry.get("properties")
-        fields = properties.fields if isinstance(properties, Record) else None
+        fields = properties.fields if isinstance(properties, PickledObject) else None
         dtype = fields[0] if isinstance(fields, tuple) and fields else None
         chunks = entry.get("chunks")
         if not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
@@ -162,7 +162,7 @@ class _Description:
         return StoredTensor(dtype, shape, [self._chunk(key, shape, dtype, chunk) for chunk in chunks])
 
     def _chunk(self, key: str, shape: Shape, dtype: torch.dtype, chunk: Any) -> Written:
-        if not isinstance(chunk, Record):
+        if not isinstance(chunk, PickledObject):
             raise ValueError(f"{key} has a {type(chunk).__name__} as a chunk")
         offset, sizes = (_shape(chunk.get(name), f"{name} of a chunk of {key}") for name in ("offsets", "sizes"))
         ends = [start + size for start, size in zip(offset, sizes, strict=False)]
@@ -171,7 +171,7 @@ class _Description:
         ):
             raise ValueError(f"{key} of size {shape} has a chunk of sizes {sizes} at offsets {offset}")
         place = self._places.get((key, offset))
-        if not isinstance(place, Record):
+        if not isinstance(place, PickledObject):
             raise ValueError(f"it names no file for the chunk of {key} at offsets {offset}")
         file, start, length = (place.get(name) for name in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or file not in self._sizes:

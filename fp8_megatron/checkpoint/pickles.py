@@ -198,7 +198,7 @@ def _said(error: Exception) -> str:
     return paragraphs[-2 if is_advised else 0].rpartition("WeightsUnpickler error: ")[2].strip()
 
 
-class Record:
+class PickledObject:
     """An object of a class that is known by name alone. Its fields are what the pickle says, unchecked."""
 
     fields: Any = None
@@ -230,11 +230,11 @@ class _DataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to objects outside of it")
 
 
-def read_records(path: Path, admitted: Mapping[tuple[str, str], Any]) -> Any:
+def read_pickled(path: Path, admitted: Mapping[tuple[str, str], Any]) -> Any:
     """The content of a plain pickle.
 
     Args:
-        admitted: by (module, name), what a name that the pickle holds stands for: `Record` classes and constants.
+        admitted: by (module, name), what a name of the pickle stands for: `PickledObject` classes and constants.
 
     Raises:
         CheckpointError: missing, damaged, or it names something else.

@@ -1,4 +1,6 @@
-"""A lock on the folder that a run saves into. It needs nothing of the file system but atomic names.
+"""A lock on the folder that a run saves into, and the identity of its holder: run, launch and process.
+
+The lock needs nothing of the file system but atomic names.
 
 ``<save>/run.lock`` names its holder and is never rewritten. It appears by `os.link`, which is atomic on NFS, and is
 taken away by a rename. A second file, ``run.lock.<token>.beat``, changes every few seconds while its holder lives. Each
@@ -18,6 +20,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import socket
 import stat
 import threading
@@ -28,11 +31,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..config.limits import field_types, value_problem
-from ..device.processes import is_stopped, machine_id, process_start
-from .files import RunLockError, read_file
-from .run_identity import RunIdentity
+from ..config.fields import field_types, value_problem
+from ..device.processes import is_stopped, launch_id, machine_id, process_start
+from ..device.variables import number
+from .files import META, RunLockError, candidates, iteration_folder, read_file
 
+#: Keys in `META`.
+RUN, LAUNCH = "run", "launch"
 LOCK = "run.lock"
 
 #: Seconds between changes of a holder's beat.
@@ -52,6 +57,55 @@ _TOKEN = re.compile(r"[0-9a-f]{0,64}")
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Names of one session of a run.
+
+    Attributes:
+        run: 16 hexadecimal digits, drawn by a fresh run and kept by every run that resumes it.
+        launch: of the job that started the ranks; equal after torchrun has restarted them. None without torchrun.
+        token: 16 hexadecimal digits of this session alone, in its lock and its temporary folders.
+    """
+
+    run: str
+    launch: str | None
+    token: str
+
+    @classmethod
+    def drawn(cls, run: str | None = None) -> RunIdentity:
+        """An identity with a new token, and a new run unless one is given. Ranks share rank 0's."""
+        return cls(run or secrets.token_hex(8), launch_id(), secrets.token_hex(8))
+
+
+def saved_by(folder: Path) -> tuple[str | None, str | None]:
+    """(run, launch) of a checkpoint; None for each that it does not name: it is damaged, or of an earlier version."""
+    try:
+        about = json.loads(read_file(folder / META))
+        values = [about.get(RUN), about.get(LAUNCH)]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None, None
+    run, launch = (value if isinstance(value, str) else None for value in values)
+    return run, launch
+
+
+def own_restart(root: Path) -> bool:
+    """Whether an earlier start of this process's launch saved under `root`, and torchrun may have restarted it.
+
+    torchrun's count of restarts alone does not tell: with several nodes each torchrun counts its own, and that of rank
+    0's node stays 0 where another node failed.
+
+    Raises:
+        CheckpointError: the tracker under `root` is damaged.
+    """
+    launch = launch_id()
+    counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    if launch is None or not any(number(name, 0) for name in counts):
+        return False
+    saved = (saved_by(iteration_folder(root, iteration)) for iteration in candidates(root))
+    # The newest one may be damaged.
+    return next((by for run, by in saved if run is not None), None) == launch
 
 
 @dataclass(frozen=True)

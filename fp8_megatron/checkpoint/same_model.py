@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..config.limits import FieldType, field_types
+from ..config.fields import FieldType, field_types
 from ..config.model import ROTARY_KINDS, SETTINGS_WITHOUT_YARN, YARN_SETTINGS, ModelConfig
 from ..config.words import flag_with
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ..config.io import load_config, stated_settings
 from ..config.schema import Config, ModelConfig
-from .concurrency import NUM_READERS, in_order
 from .description import check_rank_tensors, read_description
 from .encoding import Encoded
 from .files import CONFIG, CheckpointError, rank_file, read_file
-from .manifest import read_manifest
+from .manifest import NUM_READERS, in_order, read_manifest
 from .placement import Placement
 from .run_state import PREFIXES, STAGES, Resumable, below, topology_of
 from .same_model import differing_size, first_difference, model_settings

@@ -28,7 +28,6 @@ from ..mcore.topology import Topology
 from ..outputs import sync
 from ..reporting.run_log import EventKind, event
 from ..watch.flight_recorder import BACKGROUND_GROUP
-from .concurrency import NUM_READERS
 from .files import (
     ANCESTORS,
     CONFIG,
@@ -45,10 +44,9 @@ from .files import (
     start_writing,
     temporary_folder,
 )
-from .manifest import FileRecord, read_back, read_back_manifest, write_file, write_manifest
+from .manifest import NUM_READERS, FileEntry, read_back, read_back_manifest, write_file, write_manifest
 from .ranks import Ranks
-from .run_identity import LAUNCH, RUN, RunIdentity
-from .run_lock import RunLock
+from .run_lock import LAUNCH, RUN, RunIdentity, RunLock
 from .run_state import Progress, Resumable, Snapshot
 from .torch_dist import NUM_FILES, Written, write_chunks, write_metadata
 
@@ -214,16 +212,16 @@ class CheckpointWriter:
 
     def _write_and_read_back(self, temporary: Path, snapshot: Snapshot, num_files: int) -> _RankOutput:
         output = _write_own(temporary, snapshot, self._topology, num_files)
-        read_back(temporary, output.records, num_threads=1 if self._in_background else NUM_READERS)
+        read_back(temporary, output.entries, num_threads=1 if self._in_background else NUM_READERS)
         return output
 
     def _changing_the_folder(self) -> AbstractContextManager[None]:
         return nullcontext() if self._lock is None else self._lock.publishing()
 
-    def _check_published(self, folder: Path, records: list[FileRecord]) -> None:
+    def _check_published(self, folder: Path, entries: list[FileEntry]) -> None:
         if self._lock is not None:
             self._lock.check()
-        read_back_manifest(folder, records)
+        read_back_manifest(folder, entries)
 
     def _complete(self, snapshot: Snapshot, temporary: Path, folder: Path, outputs: list[_RankOutput | str]) -> None:
         """Publish on the first rank, when all have written."""
@@ -236,9 +234,9 @@ class CheckpointWriter:
             names = {RUN: self._identity.run, LAUNCH: self._identity.launch}
             description = {**snapshot.description, **names, ANCESTORS: earlier}
             written = [output for output in outputs if isinstance(output, _RankOutput)]
-            records = _write_description(temporary, description, snapshot.config, written)
+            entries = _write_description(temporary, description, snapshot.config, written)
             with self._changing_the_folder():
-                publish(temporary, folder, self._identity.token, lambda: self._check_published(folder, records))
+                publish(temporary, folder, self._identity.token, lambda: self._check_published(folder, entries))
         except BaseException:
             with suppress(OSError):  # frees disk space for other writers
                 shutil.rmtree(temporary)
@@ -265,47 +263,47 @@ class _RankOutput:
     """The files that one rank wrote."""
 
     written: list[Written]
-    records: list[FileRecord]
+    entries: list[FileEntry]
 
 
 def _write_own(folder: Path, snapshot: Snapshot, topology: Topology, num_files: int) -> _RankOutput:
     snapshot.wait()
-    written, records = write_chunks(folder, topology.rank, snapshot.chunks(), num_files=num_files)
+    written, entries = write_chunks(folder, topology.rank, snapshot.chunks(), num_files=num_files)
     name = rank_file(topology.tp.rank(), topology.pp.rank(), topology.replicas.rank)
     content = safetensors.torch.save({name: value.contiguous() for name, value in snapshot.rank_tensors.items()})
-    return _RankOutput(written, [*records, write_file(folder, name, content)])
+    return _RankOutput(written, [*entries, write_file(folder, name, content)])
 
 
 def _write_description(
     folder: Path, description: dict[str, Any], config: Config, outputs: list[_RankOutput]
-) -> list[FileRecord]:
+) -> list[FileEntry]:
     """Write everything that a checkpoint holds once, the manifest last, and read it back; what the manifest holds."""
-    by_ranks = [record for output in outputs for record in output.records]
+    by_ranks = [entry for output in outputs for entry in output.entries]
     written = [item for output in outputs for item in output.written]
     is_native = config.checkpoint.ckpt_state_dtype == "native"
     common = {"checkpoint_version": 3.0, "iteration": description["iteration"], "content_metadata": description}
     shared = write_metadata(folder, written, common=None if is_native else common, checkpoint_id=folder.stem)
-    records = write_last_files(folder, description, config, [*by_ranks, *shared])
+    entries = write_last_files(folder, description, config, [*by_ranks, *shared])
     sync(folder)
-    read_back(folder, records[len(by_ranks) :])
-    read_back_manifest(folder, records)
-    return records
+    read_back(folder, entries[len(by_ranks) :])
+    read_back_manifest(folder, entries)
+    return entries
 
 
 def write_last_files(
-    folder: Path, description: dict[str, Any], config: Config, records: list[FileRecord]
-) -> list[FileRecord]:
-    """``checkpoint.json`` and ``config.yaml``, then the manifest of `records` and these; what the manifest holds."""
+    folder: Path, description: dict[str, Any], config: Config, entries: list[FileEntry]
+) -> list[FileEntry]:
+    """``checkpoint.json`` and ``config.yaml``, then the manifest of `entries` and these; what the manifest holds."""
     about = write_file(folder, META, json.dumps(description, indent=2).encode())
-    records = [*records, about, write_config(folder, config)]
-    write_manifest(folder, records)
-    return records
+    entries = [*entries, about, write_config(folder, config)]
+    write_manifest(folder, entries)
+    return entries
 
 
-def write_config(folder: Path, config: Config) -> FileRecord:
+def write_config(folder: Path, config: Config) -> FileEntry:
     """``config.yaml``."""
     draft = folder / f".{CONFIG}"
     save_config(config, draft)
-    record = write_file(folder, CONFIG, draft.read_bytes())
+    entry = write_file(folder, CONFIG, draft.read_bytes())
     draft.unlink()
-    return record
+    return entry

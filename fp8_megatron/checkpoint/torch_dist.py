@@ -39,10 +39,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .concurrency import in_order
 from .encoding import HEAD_BYTES, Encoded, decode_record, is_record
 from .files import CheckpointError, reread
-from .manifest import FileRecord, RecordedFile, write_file
+from .manifest import ChecksummedFile, FileEntry, in_order, write_file
 from .metadata_file import METADATA, Written, pickled, read_metadata
 from .pickles import read_tensor
 from .placement import Shape
@@ -78,7 +77,7 @@ class Chunk:
 
 def write_chunks(
     folder: Path, rank: int, chunks: Iterable[Chunk | str], *, num_files: int = NUM_FILES
-) -> tuple[list[Written], list[FileRecord]]:
+) -> tuple[list[Written], list[FileEntry]]:
     """Write a rank's files, each in a separate thread; without chunks there are no files.
 
     Args:
@@ -98,7 +97,7 @@ def write_chunks(
                 yield file.submit(chunk)
 
         written = list(in_order(tasks(), limit_bytes=_UNWRITTEN_BYTES))
-    return written, [file.record for file in files]
+    return written, [file.entry for file in files]
 
 
 class _ChunkFile:
@@ -110,13 +109,13 @@ class _ChunkFile:
 
     def __init__(self, folder: Path, name: str, open_files: ExitStack, threads: ExitStack) -> None:
         self._name = name
-        self._file = open_files.enter_context(RecordedFile(folder, name))
+        self._file = open_files.enter_context(ChecksummedFile(folder, name))
         self._thread = threads.enter_context(ThreadPoolExecutor(1))
         self.num_bytes = 0
 
     @property
-    def record(self) -> FileRecord:
-        return self._file.record
+    def entry(self) -> FileEntry:
+        return self._file.entry
 
     def submit(self, chunk: Chunk | str) -> tuple[int, Future[Written]]:
         """Queue a chunk for writing: its bytes, and where it will be."""
@@ -145,7 +144,7 @@ class _ChunkFile:
 
 def write_metadata(
     folder: Path, written: Iterable[Written], *, common: dict[str, Any] | None, checkpoint_id: str
-) -> list[FileRecord]:
+) -> list[FileEntry]:
     """Write the description of all ranks' files; called on one rank.
 
     Args:
@@ -167,15 +166,15 @@ def write_metadata(
     metadata = Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(checkpoint_id))
     metadata.version = CURRENT_DCP_VERSION
     name = json.dumps(_FORMATS["native" if common is None else "fp32"])
-    records = [
+    entries = [
         write_file(folder, METADATA, pickled(metadata)),
         write_file(folder, "metadata.json", name.encode()),
     ]
     if common is not None:
         stream = io.BytesIO()
         torch.save(common, stream)
-        records.append(write_file(folder, "common.pt", stream.getvalue()))
-    return records
+        entries.append(write_file(folder, "common.pt", stream.getvalue()))
+    return entries
 
 
 @dataclass(frozen=True)

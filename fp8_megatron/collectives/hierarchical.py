@@ -18,7 +18,7 @@ from ..device.group import Group
 from ..dtypes import StorageDtype
 from .reduce_scatter import ReduceScatterWork, Work, check_buffers, reduce_scatter_mean, start_all_to_all
 from .traffic import TrafficKind
-from .transport.side_stream import side_stream
+from .transport.stream_ops import side_stream
 from .wire import WireTensor, accumulate_rows_
 
 

@@ -21,7 +21,7 @@ from .autoscale import AutoScale
 from .reduce_scatter import ReduceScatterWork, check_buffers
 from .scale_sync import max_over_group_
 from .traffic import TrafficKind, count_all_to_all
-from .transport.side_stream import side_stream
+from .transport.stream_ops import side_stream
 from .wire import WireTensor
 
 MIN_NCCL = (2, 24)

@@ -27,7 +27,7 @@ from .all_gather import all_gather_into
 from .traffic import count_all_gather
 from .transport import copy_engine, recording
 from .transport.peer_link import Link, PeerLink
-from .transport.stream_barrier import StreamBarrier
+from .transport.stream_ops import StreamBarrier
 
 #: Writes rows [rows, N] of a rank's matrix into a tensor. One rank is told to add the terms that the sum has once.
 WriteRows = Callable[[slice, Tensor, bool], None]

@@ -131,20 +131,17 @@ def _peak(config: Config, world_size: int) -> list[str]:
 
 def _memory(config: Config, padded_vocab_size: int, world_size: int) -> str:
     """Predicted GB of weights, gradients and optimizer state of one rank of each pipeline stage."""
-    from rich.table import Table
-
     from ..planning.memory import predict_memory
-    from ..reporting.tables import table_lines
+    from ..reporting.tables import table_text
 
-    table = Table(title=f"Predicted GB (10^9 bytes) of one rank, {config.precision.level}")
-    for heading in ("stage", "parameters", *(kind.replace("_", " ") for kind in _KINDS), "total"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("stage", "parameters", *(kind.replace("_", " ") for kind in _KINDS), "total")
+    rows = []
     for stage in range(config.parallel.pipeline_model_parallel_size):
         memory = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
         held = memory.linear + memory.rest
         kinds = [_gigabytes(getattr(held, kind)) for kind in _KINDS]
-        table.add_row(str(stage), f"{held.num_params:,}", *kinds, _gigabytes(held.total))
-    return "\n".join(table_lines(table))
+        rows.append([str(stage), f"{held.num_params:,}", *kinds, _gigabytes(held.total)])
+    return table_text(headings, rows, title=f"Predicted GB (10^9 bytes) of one rank, {config.precision.level}")
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -1,9 +1,20 @@
-"""Environment variables: those of a launcher, and those that another program would read as settings."""
+"""Environment variables of a launcher, and training runs in processes of their own.
+
+Such a run ends with the program that started it, by SIGKILL too. The program names itself in the environment of the
+run, and the run asks Linux for SIGTERM at the end of its parent. A run that trains then saves after its step and ends.
+A launcher passes SIGTERM on to its ranks (`launch`), which follow it in the same way. A run that is told no parent,
+such as one behind a shell, follows none.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
-from collections.abc import Mapping, MutableMapping
+import signal
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 
 from ..device.variables import check_variables
 from ..errors import UserError
@@ -21,6 +32,10 @@ _OPEN_MPI = {
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
+#: Names the process that a run ends with.
+_PARENT = "FP8_MEGATRON_PARENT"
+#: Of ``linux/prctl.h``.
+_PR_SET_PDEATHSIG = 1
 
 
 def take_mpi_ranks(environment: MutableMapping[str, str]) -> None:
@@ -68,3 +83,38 @@ def check_no_fp4(environment: Mapping[str, str]) -> None:
     for name, value in sorted(environment.items()):
         if _FP4.fullmatch(name) and value not in ("", "0"):
             raise UserError(f"{name}={value} asks for MS-AMP's FP4, which there is not; unset it to train in FP8")
+
+
+def training_command(flags: Sequence[str], num_ranks: int, *, on_gpus: bool) -> list[str]:
+    """The command that trains on so many GPUs or processes of this machine. Several ranks get a launcher."""
+    program = ["pretrain_gpt"] if num_ranks == 1 else ["train", "--gpus" if on_gpus else "--cpu-ranks", str(num_ranks)]
+    return [sys.executable, "-m", f"{__package__}.{program[0]}", *program[1:], *flags]
+
+
+def run_environment() -> dict[str, str]:
+    """The environment of a run that follows this process. The thread that starts it must not end before it."""
+    return {**without_launcher(os.environ), _PARENT: str(os.getpid())}
+
+
+@contextmanager
+def followed() -> Iterator[None]:
+    """What starts in here in the environment of this process follows it."""
+    os.environ[_PARENT] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_PARENT]
+
+
+def follow_parent() -> None:
+    """Get SIGTERM at the end of the process that started this run; at once if it has ended already.
+
+    A program calls it first. Processes that it starts do not follow it by that.
+    """
+    parent = os.environ.pop(_PARENT, None)
+    if not parent:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
+    if str(os.getppid()) != parent:  # it ended before the kernel knew
+        signal.raise_signal(signal.SIGTERM)

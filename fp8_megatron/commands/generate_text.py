@@ -18,9 +18,8 @@ from pathlib import Path
 
 from ..config.words import flag_with
 from .arguments import Parser, existing, real, seed, whole
-from .child_runs import follow_parent
-from .environment import check_launcher, launched_ranks
-from .launch import Placement, check_gpus, run_ranks
+from .environment import check_launcher, follow_parent, launched_ranks
+from .launch import NodeRanks, check_gpus, run_ranks
 from .program import exit_status, prepare_megatron
 
 #: A token takes a forward pass over the whole context, so more would take days.
@@ -123,7 +122,7 @@ def _tensor_parallel_size(checkpoint_root: Path) -> int:
 def _run_ranks(num_ranks: int, words: list[str]) -> int:
     import torch
 
-    placement = Placement(num_ranks, on_cpu=not torch.cuda.is_available())
+    placement = NodeRanks(num_ranks, on_cpu=not torch.cuda.is_available())
     check_gpus(placement)
     return run_ranks("fp8_megatron.commands.generate_text", words, placement)
 

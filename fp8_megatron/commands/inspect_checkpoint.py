@@ -96,7 +96,7 @@ class TensorLine:
 
 
 @dataclass(frozen=True)
-class Report:
+class Inspection:
     """Contents of a checkpoint."""
 
     format: str
@@ -107,7 +107,7 @@ class Report:
     problems: list[str]
 
 
-def report_of(options: Options) -> Report:
+def report_of(options: Options) -> Inspection:
     """Read the contents of a checkpoint.
 
     Raises:
@@ -122,7 +122,7 @@ def report_of(options: Options) -> Report:
     lines = _torch_lines if is_torch_files(folder) else lines
     tensors = list(lines(folder, options, problems))
     ranks = folder.glob("mp_rank_*/*")
-    return Report(
+    return Inspection(
         format=kind.value,
         folder=str(folder),
         description=_description(kind.value, folder),
@@ -273,7 +273,7 @@ def _problems(folder: Path) -> list[str]:
     return [problem for record in read_manifest(folder) if (problem := problem_with(folder, record)) is not None]
 
 
-def print_report(report: Report, console: Console, *, verified: bool) -> None:
+def print_report(report: Inspection, console: Console, *, verified: bool) -> None:
     """Tables for a person. Names and values are a foreign file's."""
 
     def line(text: str) -> None:
@@ -306,7 +306,7 @@ def print_report(report: Report, console: Console, *, verified: bool) -> None:
         line(problem)
 
 
-def sums(report: Report) -> dict[str, tuple[int, int, int]]:
+def sums(report: Inspection) -> dict[str, tuple[int, int, int]]:
     """Kind of tensor → (tensors, elements, bytes): weights, moments, tensors of single ranks."""
     found: dict[str, tuple[int, int, int]] = {}
     for line in report.tensors:

@@ -1,35 +1,96 @@
-"""Start several ranks on this node. torch's launcher runs in this process, so the exit status is the job's."""
+"""Start several ranks on this node. torch's launcher runs in this process, so the exit status is the job's.
+
+At SIGTERM, or SIGHUP of a terminal that closes, ranks save and end, however long that takes. torchrun by itself passes
+the signal on and kills ranks that still run 30 s later. A large model takes longer to save.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import signal
 import sys
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
+
+import psutil
 
 from ..device.variables import check_variables
 from ..errors import UserError
 from ..outputs import drop_closed_streams
-from .child_runs import followed
-from .environment import without_launcher
+from .environment import followed, without_launcher
 from .program import share_import_path
-from .stop_request import TORCHRUN_SIGNALS, passing_on_stops
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
+#: The signals that torchrun handles itself, in the form of its --signals-to-handle.
+TORCHRUN_SIGNALS = "SIGINT,SIGQUIT"
+_POLL_SECONDS = 0.5
 #: Ranks on a CPU share cores only in tests. More than this many for each start for minutes and then exhaust memory.
 _RANKS_PER_CORE = 16
 
 
+@contextmanager
+def passing_on_stops() -> Iterator[Sequence[signal.Signals]]:
+    """After SIGTERM or SIGHUP, send SIGTERM to each child of this process, once. For the main thread.
+
+    Ranks that train save after their step and end. A rank that has not begun ends at once. So does a rank that torchrun
+    starts in its place. A second signal ends torchrun: it kills ranks that still run 30 s later. A SIGHUP that this
+    process was told to ignore, as nohup does, stays ignored.
+
+    Yields:
+        The signal that has come, if any.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    received: list[signal.Signals] = []
+    ended = threading.Event()
+    told: set[psutil.Process] = set()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number)
+        if received:
+            raise SignalException(f"{name.name} after {received[0].name} ended the launcher", name)
+        received.append(name)
+
+    def pass_on() -> None:
+        while not ended.wait(_POLL_SECONDS):
+            if received and not told:
+                with suppress(OSError):  # the terminal is gone
+                    print(f"{received[0].name} received: the ranks save and end", file=sys.stderr, flush=True)
+            for child in psutil.Process().children() if received else ():
+                if child not in told:
+                    told.add(child)
+                    with suppress(psutil.NoSuchProcess):
+                        child.terminate()
+
+    previous = {
+        number: signal.signal(number, handle)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    thread = threading.Thread(target=pass_on, name="passes signals on", daemon=True)
+    thread.start()
+    try:
+        yield received
+    finally:
+        ended.set()
+        thread.join()
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 @dataclass(frozen=True)
-class Placement:
+class NodeRanks:
     """Where the ranks of a job run.
 
     Attributes:
@@ -110,7 +171,7 @@ def gpus_for_ranks(num_ranks: int, flag: str) -> int:
     return count
 
 
-def check_gpus(placement: Placement) -> None:
+def check_gpus(placement: NodeRanks) -> None:
     """Raise `UserError` if this node has fewer GPUs than ranks. Does not start CUDA."""
     if placement.on_cpu:
         return
@@ -128,7 +189,7 @@ def hide_gpus() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder: Path | None = None) -> int:
+def run_ranks(module: str, words: Sequence[str], placement: NodeRanks, *, folder: Path | None = None) -> int:
     """Run ``python -m module words`` on every rank of this node.
 
     Args:
@@ -176,7 +237,7 @@ def run_ranks(module: str, words: Sequence[str], placement: Placement, *, folder
     return 128 + stops[0] if stops else 0
 
 
-def _about_rendezvous(placement: Placement, error: Exception) -> str:
+def _about_rendezvous(placement: NodeRanks, error: Exception) -> str:
     """Why the nodes' launchers did not meet, and what to do."""
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"--master-port {placement.master_port} is in use on this node; give another one, the same on every node"
@@ -187,7 +248,7 @@ def _about_rendezvous(placement: Placement, error: Exception) -> str:
     )
 
 
-def _report_restarts(folder: Path, started: datetime, text: str, placement: Placement) -> None:
+def _report_restarts(folder: Path, started: datetime, text: str, placement: NodeRanks) -> None:
     """Print the faults of a job that failed in spite of restarts, and write its end to the run's log.
 
     Args:

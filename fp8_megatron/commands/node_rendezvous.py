@@ -125,7 +125,7 @@ class NodeRendezvous(RendezvousHandler):
 
 
 def create(parameters: RendezvousParameters) -> NodeRendezvous:
-    """Make the rendezvous of a launch. torch calls it with `Placement.launch_config`'s settings.
+    """Make the rendezvous of a launch. torch calls it with `NodeRanks.launch_config`'s settings.
 
     Raises:
         OSError: the first node cannot listen at the named address.

@@ -31,18 +31,17 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint.run_identity import RunIdentity
-from ..checkpoint.run_lock import DEAD_AFTER_SECONDS, LOCK, POLL_SECONDS, RunLock
+from ..checkpoint.run_lock import DEAD_AFTER_SECONDS, LOCK, POLL_SECONDS, RunIdentity, RunLock
 from ..config.io import own_and_run_flags
 from ..data.token_files import check_input_files
 from ..errors import UserError
 from ..outputs import writing_to
 from ..reporting.parity import markdown_table
 from .arguments import Parser, nonempty, output_folder, real, seed, whole
-from .levels import LEVELS
 from .parity_plan import SEED, RunPlan, check_levels, find_starts
-from .parity_runs import SAVE_SECONDS, Results, Session, slots
+from .parity_runs import SAVE_SECONDS, Results, RunQueue, slots
 from .program import exit_status, share_import_path
+from .run_settings import LEVELS
 
 DEFAULT_LEVELS = ["bf16", "O1", "O2", "O3", "fast", "5-byte"]
 #: Seconds that a call waits for what an earlier one has left: time enough to see that a holder of a lock is dead.
@@ -67,7 +66,7 @@ def run(plan: RunPlan) -> int:
         results = Results.read(plan, config)
         find_starts(plan, config, results.finished)
         results.write()  # the settings of runs that a kill leaves unfinished
-        session = Session(results, devices, deadline)
+        session = RunQueue(results, devices, deadline)
         session.run()
         parity = results.write()
     if parity is not None:

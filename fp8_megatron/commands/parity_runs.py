@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -25,10 +26,10 @@ from ..outputs import write_output
 from ..reporting.metrics_file import METRICS_FILE, set_aside
 from ..reporting.parity import Parity, RunKey, RunResult, compare_runs, draw_parity, markdown_table, read_run
 from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
-from .child_runs import run_environment, training_command
+from .environment import run_environment, training_command
 from .launch import gpus_for_ranks
-from .origin import origin
 from .parity_plan import RunPlan
+from .program import clone
 
 RESULTS_FILE = "parity.json"
 #: Seconds before the time limit at which runs are asked to save and end.
@@ -140,7 +141,7 @@ class _Process:
 
 
 @dataclass
-class Session:
+class RunQueue:
     """The runs of one call.
 
     Attributes:
@@ -285,3 +286,25 @@ def slots(num_gpus: int | None, ranks_per_run: int) -> list[str]:
     names = visible.split(",") if visible else [str(index) for index in range(count)]
     num_runs = (num_gpus or count) // ranks_per_run
     return [",".join(names[run * ranks_per_run : (run + 1) * ranks_per_run]) for run in range(num_runs)]
+
+
+def origin() -> dict[str, Any]:
+    """The commit of this project, None outside of a clone or without git, the device, and versions."""
+    import torch
+
+    return {
+        "commit": _commit(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def _commit() -> str | None:
+    root = clone()
+    if root is None:  # a repository around an installed package is another one
+        return None
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

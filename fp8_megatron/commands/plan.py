@@ -27,9 +27,8 @@ from ..config.io import own_and_run_flags
 from ..config.schema import Config
 from ..config.words import flag_name
 from .arguments import Parser, output_file, real, whole
-from .levels import LEVELS
 from .program import exit_status
-from .run_settings import run_command_line
+from .run_settings import LEVELS, run_command_line
 
 if TYPE_CHECKING:
     from ..planning.layouts import Cluster, Layout
@@ -86,21 +85,21 @@ def _main(words: list[str], prog: str) -> int:
     args, flags = _arguments(words, prog)
 
     if args.build:
-        from .plan_build import report_build
+        from .plan_tables import report_build
 
         levels = args.levels or [None]
         runs = {level: _configuration([*flags, *(LEVELS[level] if level else [])], prog) for level in levels}
         report_build({level or config.precision.level: config for level, config in runs.items()}, args.gpus)
         return 0
     if args.largest is not None:
-        from .plan_largest import report_largest
+        from .plan_tables import report_largest
 
         clusters = [_cluster(args, gpus) for gpus in args.largest]
         levels = {level: LEVELS[level] for level in args.levels or _LARGEST_LEVELS}
         return report_largest(levels, flags, clusters, args.output, prog)
     cluster = _cluster(args, args.gpus)
     if args.longest:
-        from .plan_longest import report_longest
+        from .plan_tables import report_longest
 
         (level,) = args.levels or [None]
         config = _configuration([*flags, *(LEVELS[level] if level else [])], prog)
@@ -251,24 +250,21 @@ def _on_host(layout: Layout, cluster: Cluster) -> list[str]:
 
 
 def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
-    from rich.table import Table
-
-    from ..reporting.tables import table_lines
+    from ..reporting.tables import table_text
 
     context = layouts[0].config.parallel.context_parallel_size  # all have the configuration's
     shares = "" if context == 1 else f", CP {context}"
-    table = Table(title=f"Predicted for {level} on {cluster.gpus} GPUs{shares}, the fastest first")
-    for heading in (
+    headings = (
         *("TP", "PP", "DP", "micro-\nbatch", "micro-\nbatches", "recompute", "graph"),
         *("peak GB", "step ms", "tokens/s\n/GPU"),
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    )
+    rows = []
     for layout in layouts:
         config = layout.config
         parallel, training = config.parallel, config.training
         tokens = config.global_batch_size(cluster.gpus) * config.model.seq_length
         seconds = None if layout.step is None else layout.step.total
-        table.add_row(
+        row = (
             str(parallel.tensor_model_parallel_size),
             str(parallel.pipeline_model_parallel_size),
             str(config.data_parallel_size(cluster.gpus)),
@@ -280,7 +276,8 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
             "-" if seconds is None else f"{1e3 * seconds:,.0f}",
             "-" if seconds is None else f"{tokens / seconds / cluster.gpus:,.0f}",
         )
-    return "\n".join(table_lines(table))
+        rows.append(row)
+    return table_text(headings, rows, title=f"Predicted for {level} on {cluster.gpus} GPUs{shares}, the fastest first")
 
 
 if __name__ == "__main__":

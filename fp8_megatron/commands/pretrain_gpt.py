@@ -1,9 +1,13 @@
-"""Train on this rank: the program that torchrun starts on each rank (`fp8-megatron train` starts torchrun)."""
+"""Train on this rank: the program that torchrun starts on each rank (`fp8-megatron train` starts torchrun).
+
+The limits that the shell sets for this process (`ulimit`) are checked before the work.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,15 +17,18 @@ from ..config.checks import check_config
 from ..config.folder_checks import check_run_folders
 from ..data.token_files import check_input_files
 from ..device.processes import launch_id
-from .child_runs import follow_parent
+from ..errors import UserError
 from .dry_run import dry_run
-from .environment import check_launcher, check_no_fp4, launched_ranks, take_mpi_ranks
-from .error_log import logging_errors_in
-from .process_limits import check_process_limits
+from .environment import check_launcher, check_no_fp4, follow_parent, launched_ranks, take_mpi_ranks
+from .error_report import logging_errors_in
 from .program import LogOnStdout, exit_status, leave, prepare_megatron, show, tell
 from .run_settings import run_command_line
 
 _DIVERGED_STATUS = 1
+#: A rank opens its token files, checkpoints' files and one connection for each peer.
+_FEWEST_FILES = 256
+#: A tiny model trains on a CPU in 2 GiB. With 1 GiB, the import of megatron-core stands still. CUDA needs far more.
+_LEAST_ADDRESS_SPACE = 2 * 2**30
 
 
 def main(words: Sequence[str] | None = None, prog: str = "pretrain_gpt.py") -> int:
@@ -78,6 +85,25 @@ def _train(words: Sequence[str] | None, prog: str) -> int:
         tell(f"error on rank {rank}: {error}")
         return EXIT_STATUS
     return 0
+
+
+def check_process_limits() -> None:
+    """Raise the number of open files as far as this process may, and check what is left of its limits.
+
+    Raises:
+        UserError: too few files, or too little address space, to import what training needs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < _FEWEST_FILES:
+        raise UserError(f"`ulimit -n` allows this process {hard} open files; raise it to {_FEWEST_FILES} or more")
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if space != resource.RLIM_INFINITY and space < _LEAST_ADDRESS_SPACE:
+        raise UserError(
+            f"`ulimit -v` allows this process {space / 2**30:.1f} GiB of address space; raise it to "
+            f"{_LEAST_ADDRESS_SPACE // 2**30} GiB or more, or give `ulimit -v unlimited`"
+        )
 
 
 if __name__ == "__main__":

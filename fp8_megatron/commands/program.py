@@ -17,8 +17,7 @@ from typing import TextIO
 
 from ..errors import USER_ERROR_STATUS, UserError, printable
 from ..outputs import drop_closed_streams, drop_stream, reason_of
-from .error_log import folder_of, write_error_log
-from .machine_errors import machine_error
+from .error_report import folder_of, machine_error, write_error_log
 
 #: Exit status after an error that is none of the user's (EX_SOFTWARE of sysexits.h).
 INTERNAL_ERROR_STATUS = 70

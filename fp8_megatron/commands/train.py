@@ -17,9 +17,9 @@ from ..config.io import parse_config
 from ..data.token_files import check_input_files
 from ..errors import UserError
 from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
-from .child_runs import follow_parent
 from .dry_run import dry_run
-from .launch import Placement, check_cpu_ranks, check_gpus, hide_gpus, run_ranks, slurm_launch
+from .environment import follow_parent
+from .launch import NodeRanks, check_cpu_ranks, check_gpus, hide_gpus, run_ranks, slurm_launch
 from .program import exit_status, tell
 from .run_settings import run_command_line
 
@@ -78,7 +78,7 @@ def _words_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str
     return [word for index, word in enumerate(words) if mine[index] or (index and mine[index - 1])]
 
 
-def _train_here(flags: list[str], prog: str, placement: Placement, *, exact: bool) -> int:
+def _train_here(flags: list[str], prog: str, placement: NodeRanks, *, exact: bool) -> int:
     """Train on a single rank, in this process, without a launcher."""
     from . import pretrain_gpt
 
@@ -134,7 +134,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _placement(own: argparse.Namespace) -> Placement:
+def _placement(own: argparse.Namespace) -> NodeRanks:
     """The placement of ranks, from the command line.
 
     Raises:
@@ -159,7 +159,7 @@ def _placement(own: argparse.Namespace) -> Placement:
     if own.max_restarts < 0:
         raise UserError(f"--max-restarts {own.max_restarts} is negative; give 0 or more")
     on_cpu = own.cpu_ranks is not None or own.gpus == 0
-    return Placement(
+    return NodeRanks(
         ranks_per_node=own.cpu_ranks or own.gpus or 1,
         on_cpu=on_cpu,
         num_nodes=own.nnodes,

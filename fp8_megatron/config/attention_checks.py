@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .model import layer_pattern, window_sizes
 from .schema import Config
-from .windows import layer_pattern, window_sizes
 
 #: FlashAttention's heads: a multiple of the first, up to the second (`nn.masked_attention`).
 _FLASH_WIDTH_MULTIPLE, _FLASH_MAX_WIDTH = 8, 256

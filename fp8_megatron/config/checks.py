@@ -12,8 +12,8 @@ from ..errors import UserError
 from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
 from .attention_checks import attention_problems
 from .context_checks import context_problems
+from .fields import limit_problems
 from .ignored import ignored_settings
-from .limits import limit_problems
 from .pipeline_checks import interleaving_problems, layout_problem, recompute_problem
 from .precision_checks import precision_problems
 from .recompute_checks import (

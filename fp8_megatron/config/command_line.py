@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .limits import FieldType
+from .fields import FieldType
 from .words import flag_name, shortened
 
 

@@ -13,8 +13,7 @@ import docstring_parser  # tyro's own
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from .fields import UNSET, OptionalCount, Switch
-from .limits import FieldType
+from .fields import UNSET, FieldType, OptionalCount, Switch
 from .schema import Config
 
 

@@ -15,16 +15,13 @@ import yaml
 
 from .checks import ConfigError
 from .command_line import Given, read_words, repeated_flags
-from .data_lists import words_of_files
-from .fields import MAX_RANKS
+from .fields import MAX_RANKS, FieldType, field_types
 from .ignored import ignored_notes
-from .limits import FieldType, field_types
-from .megatron_flags import Kind, idle_note, megatron_options, translate
-from .megatron_precision import SWITCHES, Chosen, chosen_precision
+from .megatron_flags import SWITCHES, Chosen, Kind, chosen_precision, idle_note, megatron_options, translate
 from .megatron_settings import as_megatron_settles, evaluation_note, precision_note, unread_settings
 from .schema import Config
+from .setting_files import Dumper, read_mapping, words_of_files
 from .words import decimal, flag_name, number, shortened, whole_number
-from .yaml_files import Dumper, read_mapping
 
 #: Settings of which each sets what the first one sets. One that is given later replaces the others.
 _ALTERNATIVES = (

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from .fields import MAX_COUNT
-from .limits import limit_problems
+from .fields import MAX_COUNT, limit_problems
 from .precision import PrecisionConfig
 from .run_outputs import CheckpointConfig, LoggingConfig
 from .schema import Config, TrainingConfig

@@ -29,8 +29,16 @@ from ..checkpoint.same_model import first_difference
 from ..checkpoint.saved_run import saved_config, saved_model_settings
 from ..checkpoint.saving import write_config, write_last_files
 from ..checkpoint.torch_dist import TorchDistReader, write_chunks, write_metadata
-from ..checkpoint.torch_dist_weights import TorchDistWeights
-from ..checkpoint.weights import OUTPUT_LAYER, QKV, WORD_EMBEDDING, Repadded, WeightReader, check_shapes, weight_shapes
+from ..checkpoint.weights import (
+    OUTPUT_LAYER,
+    QKV,
+    WORD_EMBEDDING,
+    Repadded,
+    TorchDistWeights,
+    WeightReader,
+    check_shapes,
+    weight_shapes,
+)
 from ..config.checks import check_config
 from ..config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights

@@ -20,10 +20,9 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, module_name
 from ..config.schema import Config, ModelConfig, ParallelConfig
 from ..mcore.layer_spec import Attention, block_submodules
-from ..mcore.rope import replaced_position_embedding, rotary_table
 from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
-from ..mcore.transformer_config import transformer_config
+from ..mcore.transformer_config import replaced_position_embedding, rotary_table, transformer_config
 from .hugging_face import Family
 from .hugging_face_folder import HuggingFaceWeights
 

@@ -17,8 +17,7 @@ from ..checkpoint.megatron_layout import Name
 from ..checkpoint.megatron_loading import open_megatron_checkpoint
 from ..checkpoint.same_model import first_difference, settings_of_arguments, unsupported_argument
 from ..checkpoint.saved_settings import model_of_arguments
-from ..checkpoint.torch_dist_weights import TorchDistWeights
-from ..checkpoint.weights import WeightReader
+from ..checkpoint.weights import TorchDistWeights, WeightReader
 from ..config.schema import Config
 
 #: Arguments that say which model it is. Without them --config has to.

@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoint.encoding import Encoded
 from ..checkpoint.files import CheckpointError
-from ..checkpoint.manifest import FileRecord
+from ..checkpoint.manifest import FileEntry
 from ..checkpoint.torch_dist import Chunk, TorchDistReader, write_chunks, write_metadata
 from ..checkpoint.weights import LINEAR_WEIGHTS, WeightReader, places
 
@@ -20,7 +20,7 @@ _EXTRA_STATE = "_extra_state"
 
 def write_torch_dist(
     folder: Path, reader: WeightReader, *, common: dict[str, Any], on_weight: Callable[[], None] = lambda: None
-) -> list[FileRecord]:
+) -> list[FileEntry]:
     """Write a model's weights in FP32 as megatron-core reads them. Holds a few weights or one large one in memory.
 
     Args:
@@ -30,8 +30,8 @@ def write_torch_dist(
     Returns:
         Records of what was written, for the manifest.
     """
-    written, records = write_chunks(folder, 0, _chunks(reader, on_weight))
-    return records + write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
+    written, entries = write_chunks(folder, 0, _chunks(reader, on_weight))
+    return entries + write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
 
 
 def fp32_chunks(reader: TorchDistReader) -> Iterator[Chunk | str]:

@@ -22,6 +22,10 @@ from ..errors import UserError
 NUM_TOKENS = "num_tokens"
 
 
+#: Key of a batch that has documents.
+CU_SEQLENS = "cu_seqlens"
+
+
 @dataclass(frozen=True)
 class SequencePart:
     """The part of each sequence that rank `rank` of `size` ranks has."""
@@ -50,38 +54,34 @@ class SequencePart:
         return torch.cat([x.narrow(dim, place * chunk, chunk) for place in places], dim=dim)
 
 
-#: Key of a batch that has documents.
-CU_SEQLENS = "cu_seqlens"
-
-
 class Bounds(ABC):
     """Finds the documents of a micro-batch.
 
     Attributes:
         key: the tensor of a batch that tells where they start.
-        room: documents of a micro-batch, where all results have one shape; None: as many as there are.
+        capacity: documents of a micro-batch, where all results have one shape; None: as many as there are.
     """
 
     key: ClassVar[str]
-    room: int | None
+    capacity: int | None
 
     def of(self, values: Tensor) -> Tensor:
         """Cumulative lengths of the documents in `values` int64 [b, s], as `nn.masked_attention` takes them.
 
-        A document ends with its sequence. Free room is filled with documents without tokens.
+        A document ends with its sequence. The rest is filled with documents without tokens.
 
         Returns:
-            int32 [n + 1], n the number of documents, or [room + 1].
+            int32 [n + 1], n the number of documents, or [capacity + 1].
 
         Raises:
-            UserError: there are more documents than room.
+            UserError: there are more documents than capacity.
         """
         starts = self._starts(values)
         starts[:, 0] = True
         found = starts.view(-1).nonzero().view(-1)
-        if self.room is not None and len(found) > self.room:
+        if self.capacity is not None and len(found) > self.capacity:
             raise UserError(self._too_many(len(found)))
-        bounds = torch.full(((self.room or len(found)) + 1,), values.numel(), dtype=torch.int32)
+        bounds = torch.full(((self.capacity or len(found)) + 1,), values.numel(), dtype=torch.int32)
         bounds[: len(found)] = found
         return bounds
 
@@ -91,7 +91,7 @@ class Bounds(ABC):
 
     @abstractmethod
     def _too_many(self, number: int) -> str:
-        """The error of more documents than room."""
+        """The error of more documents than capacity."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class DocumentBounds(Bounds):
 
     Attributes:
         eod: the token that ends a document.
-        room: see `Bounds`.
+        capacity: see `Bounds`.
     """
 
     key: ClassVar[str] = "tokens"
     eod: int
-    room: int | None = None
+    capacity: int | None = None
 
     def _starts(self, values: Tensor) -> Tensor:
         starts = torch.zeros(values.shape, dtype=torch.bool)
@@ -114,7 +114,7 @@ class DocumentBounds(Bounds):
 
     def _too_many(self, number: int) -> str:
         return (
-            f"a micro-batch has {number} documents, and its recorded step has room for {self.room}, as the "
+            f"a micro-batch has {number} documents, and its recorded step has room for {self.capacity}, as the "
             f"token files have no more in a sequence: token {self.eod} ends a document and is in its text too; "
             f"prepare the files anew, or give --cuda-graph-impl none"
         )
@@ -125,18 +125,18 @@ class PositionBounds(Bounds):
     """Finds documents by their first position, 0.
 
     Attributes:
-        room: see `Bounds`.
+        capacity: see `Bounds`.
     """
 
     key: ClassVar[str] = "position_ids"
-    room: int | None = None
+    capacity: int | None = None
 
     def _starts(self, values: Tensor) -> Tensor:
         return values == 0
 
     def _too_many(self, number: int) -> str:
         return (
-            f"a micro-batch has {number} conversations, and its recorded step has room for {self.room}; give "
+            f"a micro-batch has {number} conversations, and its recorded step has room for {self.capacity}; give "
             f"--cuda-graph-impl none"
         )
 

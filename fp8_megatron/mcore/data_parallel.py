@@ -1,4 +1,4 @@
-"""Adapts a model chunk with `sharding.data_parallel`'s data parallelism to megatron-core's schedules."""
+"""Adapts a data-parallel model chunk to megatron-core's schedules, and finishes its gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ..sharding.data_parallel import DataParallelModule
+from ..sharding.data_parallel import DataParallelModule, finish_gradients
 from ..sharding.grad_buffer import GradBuffer
 
 
@@ -42,3 +42,12 @@ class FP8DataParallel(_BaseDataParallel):
     def wait_for_weights(self) -> None:
         """Wait for all weights. Code that reads weights outside a forward pass calls this first."""
         self.data_parallel.wait_for_weights()
+
+
+def finalize_model_grads(model: list[FP8DataParallel], num_tokens: object = None, **unused: object) -> None:
+    """Finish the gradients of this rank's model chunks, after the last backward of a step.
+
+    Args:
+        num_tokens: unused, like megatron-core's groups and ``force_all_reduce``; it is for losses per token.
+    """
+    finish_gradients([chunk.data_parallel for chunk in model])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
@@ -26,10 +31,8 @@ from ..quantization.recipe import Recipe
 from .initialization import named_quantizers_of_model
 from .layer_spec import Attention, block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
-from .offload import offload_layers
-from .rope import RotaryTable, replaced_position_embedding, rotary_table
 from .topology import Topology
-from .transformer_config import transformer_config
+from .transformer_config import RotaryTable, replaced_position_embedding, rotary_table, transformer_config
 
 
 class MegatronGPT(GPTModel):
@@ -296,3 +299,32 @@ def _tag_vocab_parallel(module: GPTModel) -> None:
                 layer.mlp.linear_fc1.bias.partition_stride = 2
     for param in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+
+
+def offload_layers(block: TransformerBlock, num_layers: int, offload: ActivationOffload) -> None:
+    """Keep the activations of the block's first `num_layers` layers on the host between forward and backward.
+
+    With full recomputation these are the layers' inputs. A forward without gradients keeps nothing and moves nothing.
+    """
+    forward = ExitStack()
+    layers_run = [False]  # backward runs layers again under recomputation, and keeps nothing of them
+
+    def enter(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        shared = [value for name, value in kwargs.items() if name != "hidden_states" and isinstance(value, Tensor)]
+        forward.enter_context(offload.running([*block.parameters(), *shared]))
+        layers_run[0] = True
+
+    def leave(*_: Any) -> None:
+        layers_run[0] = False
+        forward.close()
+
+    def enter_layer(index: int) -> None:
+        if layers_run[0]:
+            offload.enter_layer(leaves=index < num_layers)
+
+    block.register_forward_pre_hook(enter, with_kwargs=True)
+    block.register_forward_hook(leave, always_call=True)
+    for index, layer in enumerate(block.layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: enter_layer(index))

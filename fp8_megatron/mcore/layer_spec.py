@@ -1,31 +1,34 @@
-"""The modules of a transformer layer."""
+"""The modules of a transformer layer, and the layer itself, whose norms are fused into the layers behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
 
 from ..nn.links import LayerLinks, LinearLinks
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
-from .fp8_attention import FP8CoreAttention
 from .mlp import FP8MLP, ChunkedMLP, HalfMLP
 from .norm import DeferredNorm, HeadNorm, Norm
-from .self_attention import FP8SelfAttention, RotarySelfAttention
+from .self_attention import FP8CoreAttention, FP8SelfAttention, RotarySelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
-from .transformer_layer import FP8TransformerLayer
 
 #: The names of a layer's norms in checkpoints. They follow Transformer Engine's fused layers, as megatron-core's do.
 CHECKPOINT_KEYS = {
@@ -215,3 +218,61 @@ def block_submodules(
         ],
         layer_norm=final_norm,
     )
+
+
+class FP8TransformerLayer(TransformerLayer):
+    """x ← x + attention(norm(x)); x ← x + MLP(norm(x)), the norms computed where their FP8 output is needed.
+
+    Parameters and their names are megatron-core's (`input_layernorm`, `pre_mlp_layernorm`). The residual branch passes
+    through the fused functions. Without dropout, the GEMM before a residual addition also does the addition. The
+    branch's gradient is added inside the norm's backward.
+
+    Args:
+        links: the layer's links, the same that `submodules` got. The rest is megatron-core's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *args: Any,
+        pg_collection: ProcessGroupCollection,
+        links: LayerLinks,
+        **kwargs: Any,
+    ) -> None:
+        # megatron-core passes the right arguments only to its own MLP classes.
+        own = replace(submodules, mlp=IdentityOp)
+        super().__init__(config, own, *args, pg_collection=pg_collection, **kwargs)
+        self.mlp = build_module(submodules.mlp, config=config, tp_group=pg_collection.tp)
+        assert isinstance(self.input_layernorm, Norm) and isinstance(self.pre_mlp_layernorm, Norm)
+        assert isinstance(self.self_attention, FP8SelfAttention) and isinstance(self.mlp, FP8MLP)
+        self.self_attention.fuse_norm(self.input_layernorm)
+        self.mlp.fuse_norm(self.pre_mlp_layernorm)
+        self._residual = links.residual
+
+    def _forward_attention(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        output, bias = self.self_attention(
+            hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
+        return self._add(output, bias, self._residual.take(), self.self_attn_bda), context
+
+    def _forward_mlp(self, hidden_states: Tensor, *unused: Any, **unused_kwargs: Any) -> Tensor:
+        output, bias, residual = self.mlp(hidden_states)
+        return self._add(output, bias, residual, self.mlp_bda)
+
+    def _add(self, output: Tensor, bias: Tensor | None, residual: Tensor | None, bias_dropout_add: Any) -> Tensor:
+        """residual + dropout(output + bias); only the output if it already includes both."""
+        if residual is None:
+            return output
+        if bias is None and (self.hidden_dropout == 0.0 or not self.training):
+            return residual + output
+        fused = self.config.bias_dropout_fusion
+        return bias_dropout_add(self.training, fused)((output, bias), residual, self.hidden_dropout)

@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from ..collectives.scale_sync import max_over_group_
+from ..device.group import Group
 from ..kernels.ops import QKNorm, Rotation
 from ..nn.attention import AttentionParams, fp8_norm_attention
 from ..nn.links import LayerLinks
 from ..nn.qkv import fp8_norm_qkv
 from ..nn.rope import split_rotated
-from .fp8_attention import FP8CoreAttention
+from ..quantization.attention import AttentionQuantizers
+from ..quantization.recipe import Recipe
 from .norm import HeadNorm, Norm
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
+
+
+class FP8CoreAttention(MegatronModule):
+    """The casts of softmax(QKᵀ/√d)·V in FP8 with a causal mask; `FP8SelfAttention` computes it.
+
+    Args:
+        recipe: formats and delayed scaling.
+        cp_comm_type, pg_collection: the ranks of `pg_collection.cp` exchange heads, which is ``a2a``. The rest is
+            megatron-core's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        recipe: Recipe,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type is not AttnMaskType.causal:
+            raise ValueError(f"FP8CoreAttention is causal; the layer spec asked for {attn_mask_type}")
+        assert config.kv_channels is not None and not config.attention_dropout, config
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        #: The ranks that exchange heads; None if this rank has whole sequences.
+        self.context_group: Group | None = None
+        if config.context_parallel_size > 1:
+            assert cp_comm_type == "a2a" and pg_collection is not None, (cp_comm_type, pg_collection)
+            self.context_group = pg_collection.cp
+        sync = None if self.context_group is None else partial(max_over_group_, group=self.context_group)
+        self.quantizers = AttentionQuantizers.of(recipe, sync)
 
 
 class RotarySelfAttention(SelfAttention):

@@ -1,4 +1,7 @@
-"""The process groups of the tensor-, context-, pipeline- and data-parallel layout, and this rank's place in them."""
+"""The process groups of the tensor-, context-, pipeline- and data-parallel layout, and this rank's place in them.
+
+Also the transports that a configuration selects, between replicas and between tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 import torch
 from megatron.core import parallel_state
@@ -16,15 +20,18 @@ from ..collectives.hierarchical import NodeGroups, new_node_groups
 from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import ParallelConfig
 from ..data.document_bounds import SequencePart
-from ..device.device import distributed_backend
+from ..device.device import distributed_backend, node_size
 from ..device.group import Group
 from ..device.rendezvous import process_group_arguments
 from ..device.variables import check_variables, number
 from ..dtypes import GradReduceMode
+from ..sharding import transport
 from ..sharding.partition import Cut
 from ..sharding.replicas import Replicas, Sharing
-from ..sharding.transport import SendMemory, send_memory
-from .transports import share_rows, transport_choice
+from ..sharding.transport import SendMemory, TransportChoice, send_memory
+
+#: The most tensor-parallel ranks for which `auto` uses copy engines, by whether steps are recorded.
+_MOST_RANKS_BY_AUTO = {False: 2, True: 4}
 
 
 @dataclass(frozen=True)
@@ -244,3 +251,47 @@ def _node_groups(timeout: timedelta) -> NodeGroups:
     groups = sorted(set(map(tuple, everyones)))
     node_size = number("LOCAL_WORLD_SIZE", world_size)
     return new_node_groups(groups, sum(rank // node_size == mine[0] // node_size for rank in mine), timeout=timeout)
+
+
+def transport_choice(option: Literal["dp_transport", "tp_transport"], parallel: ParallelConfig) -> TransportChoice:
+    """The choice of --dp-transport or --tp-transport, in an environment that is prepared for CUDA."""
+    has_one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return TransportChoice(
+        getattr(parallel, option), option, launches_in_order=has_one_queue and parallel.tensor_model_parallel_size > 1
+    )
+
+
+def share_rows(parallel: ParallelConfig, group: Group, device: torch.device, *, records_graphs: bool = False) -> None:
+    """Let copy engines carry activations between the ranks of a tensor-parallel `group`, if --tp-transport allows it.
+
+    Args:
+        records_graphs: whether steps are to become CUDA graphs.
+
+    Raises:
+        TransportError: copy_engine was requested and does not work here; the text has the reason.
+    """
+    if _may_copy_rows(parallel, records_graphs):
+        transport.share_rows(transport_choice("tp_transport", parallel), group, device)
+
+
+def needs_launch_order(parallel: ParallelConfig, *, has_fp8_layers: bool, records_graphs: bool = False) -> bool:
+    """Whether collectives must start in the order of their launch. This is so under tensor parallelism over NCCL.
+
+    Args:
+        records_graphs: see `share_rows`.
+    """
+    size = parallel.tensor_model_parallel_size
+    copies_rows = has_fp8_layers and _may_copy_rows(parallel, records_graphs)
+    return size > 1 and not (copies_rows and node_size() % size == 0)
+
+
+def _may_copy_rows(parallel: ParallelConfig, records_graphs: bool) -> bool:
+    """Whether rows are exchanged and --tp-transport allows copy engines.
+
+    `auto` does not allow them for more than two ranks: a layer then has so many parts that the host limits the speed
+    (docs/performance.md). If steps are recorded, the host does not matter, and `auto` allows four ranks: GPT-7B takes
+    450 ms a step with copy engines and 502 over NCCL. More ranks have not been measured.
+    """
+    few_ranks = parallel.tensor_model_parallel_size <= _MOST_RANKS_BY_AUTO[records_graphs]
+    allows = parallel.tp_transport == "copy_engine" or (parallel.tp_transport == "auto" and few_ranks)
+    return parallel.sequence_parallel and allows

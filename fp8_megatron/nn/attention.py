@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives.head_exchange import gather_sequence, scatter_sequence
+from ..collectives.context_exchange import gather_sequence, scatter_sequence
 from ..device.group import Group
 from ..kernels import ops
 from ..kernels.ops import QKNorm, Rotation

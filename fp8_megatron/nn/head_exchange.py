@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.head_exchange import gather_sequence, scatter_sequence
+from ..collectives.context_exchange import gather_sequence, scatter_sequence
 from ..device.group import Group
 from .first_order import once_differentiable
 

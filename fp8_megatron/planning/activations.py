@@ -144,7 +144,7 @@ def _tokens_of_logits(config: Config) -> int:
 
 
 def _table_bytes(config: Config) -> int:
-    """Bytes of a rank's table of RoPE (`mcore.rope`): FP32 cosine and sine of every pair at each of its positions."""
+    """Bytes of a rank's table of RoPE: FP32 cosine and sine of every pair at each of its positions."""
     model = config.model
     if not model.uses_rope:
         return 0

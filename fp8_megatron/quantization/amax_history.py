@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..device.host_copy import HostCopy
+from ..device.memory import HostCopy
 from ..dtypes import CLAMPED_ABOVE, MAX_FINITE
 from ..kernels import ops
 from .cast_report import Role, SlotName, causes

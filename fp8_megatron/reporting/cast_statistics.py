@@ -9,7 +9,7 @@ from typing import Any
 
 from ..kernels import ops
 from ..kernels.ops import Statistic
-from .health_file import QUANTITIES
+from .metrics_file import QUANTITIES
 
 #: Errors below this share of the values' squares are roundings of FP32, not of FP8.
 _EXACT = 1e-12
@@ -103,7 +103,7 @@ class HealthSample:
         backward = [name for name in reversed(bad) if name.role == "grad_output"]
         return next(iter([*forward, *backward, *reversed(bad)]), None)
 
-    def record(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """The line in health.jsonl: one list for each quantity, in the order of `layers`."""
         columns: dict[str, list[Any]] = {
             "layers": [cast.name.layer for cast in self.casts],

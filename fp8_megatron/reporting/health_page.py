@@ -13,8 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from .health_file import HEALTH_FILE, QUANTITIES, ROLES
-from .metrics_file import METRICS_FILE, read_records
+from .metrics_file import HEALTH_FILE, METRICS_FILE, QUANTITIES, ROLES, read_rows
 from .run_log import EVENTS_FILE, events_of_run, last_run, read_events
 
 TEMPLATE = "health_page.html"
@@ -40,9 +39,9 @@ def page_data(run: Path, *, live: bool = False) -> dict[str, Any]:
     metrics, health = run / METRICS_FILE, run / HEALTH_FILE
     if not metrics.is_file() and not health.is_file():
         raise ValueError(f"no {METRICS_FILE} or {HEALTH_FILE} in {run}: give the --output-dir of a run")
-    records = read_records(metrics) if metrics.is_file() else []
-    steps = [record for record in records if record["kind"] == "train"]
-    samples = [sample for sample in (read_records(health) if health.is_file() else []) if _is_sample(sample)]
+    rows = read_rows(metrics) if metrics.is_file() else []
+    steps = [row for row in rows if row["kind"] == "train"]
+    samples = [sample for sample in (read_rows(health) if health.is_file() else []) if _is_sample(sample)]
     events = read_events(run / EVENTS_FILE)
     # Metrics are of the run that wrote there last.
     newest = last_run(events) or ""
@@ -67,11 +66,11 @@ def render(data: dict[str, Any]) -> str:
     return before + text + after
 
 
-def _is_sample(record: dict[str, Any]) -> bool:
+def _is_sample(row: dict[str, Any]) -> bool:
     """Whether a line of health.jsonl has all of its lists, one value a cast."""
     names = ("layers", "roles", "formats", "lowest_exponent", "exponents", *QUANTITIES)
-    columns = [record.get(name) for name in names]
-    if record["kind"] != "health" or not all(isinstance(column, list) for column in columns):
+    columns = [row.get(name) for name in names]
+    if row["kind"] != "health" or not all(isinstance(column, list) for column in columns):
         return False
     texts = [text for column in columns[:3] if isinstance(column, list) for text in column]
     sizes = {len(column) for column in columns if isinstance(column, list)}
@@ -134,8 +133,8 @@ def _evenly(items: Sequence[Any], most: int) -> list[Any]:
     return list(items[::-1][::step])[::-1]
 
 
-def _columns(records: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[float | None]]:
-    return {name: [_number(record.get(name)) for record in records] for name in names}
+def _columns(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[float | None]]:
+    return {name: [_number(row.get(name)) for row in rows] for name in names}
 
 
 def _number(value: Any) -> float | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from rich.table import Table
-
 from ..storage import LEVELS, StorageDtype, StorageFormats
-from .tables import table_lines
+from .tables import table_text
 
 
 @dataclass(frozen=True)
@@ -80,22 +78,17 @@ def memory_table(
     """
     total = measured.linear + measured.rest
     baseline = bf16_bytes(total.num_params, num_optimizer_shards=num_optimizer_shards)
-    table = Table(title=f"Memory of weights and optimizer on one rank: {level} beside BF16 mixed precision")
-    table.add_column("bytes per parameter", no_wrap=True)
-    table.add_column("stored as", no_wrap=True)
-    for heading in (
+    headings = (
+        *("bytes per parameter", "stored as"),
         *("linear\nweights", "16-bit\nrest", "all", "BF16\nmixed"),
         *(["predicted\nGB"] if predicted is not None else []),
         *("all\nGB", "BF16\nGB", "saving"),
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    )
     dtypes = _dtype_names(formats)
     if measured.linear.num_params and not measured.linear.gradients:
         dtypes["gradients"] = "released"
-    for kind, name in (*_KINDS.items(), ("total", "total")):
-        if kind == "total":
-            table.add_section()
-        table.add_row(
+    rows = [
+        [
             name,
             dtypes.get(kind, ""),
             *(_per_param(group, kind) for group in (measured.linear, measured.rest, total, baseline)),
@@ -103,14 +96,17 @@ def memory_table(
             _gigabytes(getattr(total, kind)),
             _gigabytes(getattr(baseline, kind)),
             _saving(getattr(baseline, kind), getattr(total, kind)),
-        )
+        ]
+        for kind, name in (*_KINDS.items(), ("total", "total"))
+    ]
     linear, rest = measured.linear.num_params, measured.rest.num_params
     notes = f"{linear:,} parameters in linear weights, {rest:,} in the 16-bit rest; GB = 10^9 bytes"
     if measured.wire_buffers:
         notes += f"\nbuffers of the wire, whatever the model's size: {_gigabytes(measured.wire_buffers)} GB more"
     if num_optimizer_shards > 1:
         notes += f"; master weights and moments, BF16's too, over {num_optimizer_shards} ranks"
-    return "\n".join([*table_lines(table), notes])
+    title = f"Memory of weights and optimizer on one rank: {level} beside BF16 mixed precision"
+    return f"{table_text(headings, rows, title=title, num_left=2)}\n{notes}"
 
 
 def bf16_bytes(num_params: int, *, num_optimizer_shards: int = 1) -> StorageBytes:

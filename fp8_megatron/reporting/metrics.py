@@ -19,8 +19,7 @@ from ..config.batch_schedule import BatchSchedule
 from ..config.schema import LoggingConfig
 from .cast_statistics import HealthSample
 from .flops import FLOPS_CONVENTION
-from .health_file import HEALTH_FILE
-from .metrics_file import METRICS_FILE, MetricsFile, split_in_words
+from .metrics_file import HEALTH_FILE, METRICS_FILE, MetricsFile, split_in_words
 from .metrics_sinks import ProgressBar, ScalarSink, open_sinks, wants_progress_bar
 from .step_figures import StepFigures, reported
 
@@ -53,7 +52,7 @@ class StepMetrics(StepFigures):
     consumed_tokens: int = reported("train/consumed_tokens")
     """Positions of `consumed_samples`, padding included."""
 
-    def record(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """The step's line in metrics.jsonl."""
         reported_fields = [field.name for field in fields(self) if field.metadata["tag"] is not None]
         return {"kind": "train", "iteration": self.iteration} | {name: getattr(self, name) for name in reported_fields}
@@ -145,7 +144,7 @@ class MetricsLogger:
             return
         first = self._history.num_session_steps == 0
         self._history.add_step(metrics)
-        self._file.append(metrics.record())
+        self._file.append(metrics.row())
         self._send(metrics.scalars(), metrics.iteration)
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._total_iterations
         if due or first or not math.isfinite(metrics.loss):
@@ -162,11 +161,11 @@ class MetricsLogger:
         if not self._is_writer:
             return
         is_again = self._history.add_eval(metrics)
-        record = {"kind": "eval", **asdict(metrics)}
+        row = {"kind": "eval", **asdict(metrics)}
         if is_again:
-            self._file.replace_eval(record)
+            self._file.replace_eval(row)
         else:
-            self._file.append(record)
+            self._file.append(row)
             scalars = {f"{metrics.split}/loss": metrics.loss, f"{metrics.split}/perplexity": metrics.perplexity}
             self._send(scalars, metrics.iteration)
         logger.info("%s", eval_line(metrics, self._total_iterations))
@@ -175,7 +174,7 @@ class MetricsLogger:
         """Record the casts of one sampled step: all of them in health.jsonl, the worst ones in the other outputs."""
         if not self._is_writer or not sample.casts:
             return
-        self._health_file.append(sample.record())
+        self._health_file.append(sample.row())
         self._send(sample.scalars(), sample.iteration)
 
     def summary(self, *, reached: int | None = None) -> str:
@@ -298,14 +297,14 @@ class _RunHistory:
     def num_session_steps(self) -> int:
         return len(self._tokens_per_second)
 
-    def restore(self, records: list[dict[str, Any]]) -> None:
-        """Restore losses and validations of earlier sessions from the records of metrics.jsonl."""
-        for record in records:
-            loss = math.nan if record["loss"] is None else record["loss"]
-            if record["kind"] == "train":
+    def restore(self, rows: list[dict[str, Any]]) -> None:
+        """Restore losses and validations of earlier sessions from the rows of metrics.jsonl."""
+        for row in rows:
+            loss = math.nan if row["loss"] is None else row["loss"]
+            if row["kind"] == "train":
                 self._final_losses.append(loss)
-            elif record["kind"] == "eval":
-                self.evals.append(EvalMetrics.from_loss(record["iteration"], record["split"], loss))
+            elif row["kind"] == "eval":
+                self.evals.append(EvalMetrics.from_loss(row["iteration"], row["split"], loss))
 
     def add_eval(self, metrics: EvalMetrics) -> bool:
         """Add a validation; whether it replaces one of its split and iteration."""

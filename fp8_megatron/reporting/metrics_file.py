@@ -1,4 +1,7 @@
-"""metrics.jsonl: one JSON object per line, one run's history per file, readable after any crash."""
+"""metrics.jsonl: one JSON object per line, one run's history per file, readable after any crash.
+
+health.jsonl has the same form; its roles and quantities are named here. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,23 @@ from ..outputs import replace_file
 from .report import AppendedFile
 from .run_log import EventKind, event
 
+HEALTH_FILE = "health.jsonl"
+
+#: The roles of a linear layer's FP8 operands.
+ROLES = ("input", "weight", "grad_output", "weight_grad")
+
+#: Name → whether a large value is the worse one.
+QUANTITIES = {
+    "saturated": True,
+    "underflowed": True,
+    "snr_db": False,
+    "amax": True,
+    "amax_over_scale": True,
+    "kurtosis": True,
+    "mu": False,
+}
+
+
 METRICS_FILE = "metrics.jsonl"
 
 #: Larger whole numbers are not exact as floats, which figures are drawn with.
@@ -22,34 +42,34 @@ logger = logging.getLogger(__name__)
 
 
 def split_in_words(split: str) -> str:
-    """A record's split: ``validation``, ``validation-<name>`` of one of several sets, or ``test``."""
+    """A row's split: ``validation``, ``validation-<name>`` of one of several sets, or ``test``."""
     return split.replace("valid", "validation", 1) if split.partition("-")[0] == "valid" else split
 
 
-def json_line(record: Mapping[str, Any]) -> str:
+def json_line(row: Mapping[str, Any]) -> str:
     """One line of valid JSON: NaN and infinities become null beside ``"non_finite": true``."""
-    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
-    if any(finite[key] is None and value is not None for key, value in record.items()):
+    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+    if any(finite[key] is None and value is not None for key, value in row.items()):
         finite["non_finite"] = True
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file in order. Each has a kind and an iteration. Damaged lines are left out."""
-    return [record for _, record in _read_lines(path)]
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a metrics file in order. Each has a kind and an iteration. Damaged lines are left out."""
+    return [row for _, row in _read_lines(path)]
 
 
 class MetricsFile:
-    """Appends records to a metrics file, which is first cut to this run's history up to ``resume_iteration``.
+    """Appends rows to a metrics file, which is first cut to this run's history up to ``resume_iteration``.
 
     What cannot be written is left out, as `AppendedFile` says.
 
     Attributes:
-        kept: the records of this run's history.
+        kept: the rows of this run's history.
     """
 
     def __init__(self, path: Path, *, resume_iteration: int) -> None:
-        """Keep the records of `path` up to `resume_iteration`. A new run renames an older file with a number."""
+        """Keep the rows of `path` up to `resume_iteration`. A new run renames an older file with a number."""
         self.path = path
         self.kept: list[dict[str, Any]] = []
         self._resume_iteration = resume_iteration
@@ -60,25 +80,25 @@ class MetricsFile:
             self._cut()
 
     def make(self) -> None:
-        """Make an empty file, if there is none. Without this, the first record does."""
+        """Make an empty file, if there is none. Without this, the first row does."""
         self._file.append(b"")
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, Any]) -> None:
         """Write one line in one call, so that readers find whole lines, also after a crash."""
         if self._is_cut:
-            self._file.append(json_line(record).encode())
+            self._file.append(json_line(row).encode())
             return
         with self._file.writing():
             self._cut()
-            self.append(record)
+            self.append(row)
 
-    def replace_eval(self, record: Mapping[str, Any]) -> None:
+    def replace_eval(self, row: Mapping[str, Any]) -> None:
         """Write a validation in place of an earlier one of its split and iteration, which stays if that fails."""
-        key = (record["kind"], record["iteration"], record["split"])
+        key = (row["kind"], row["iteration"], row["split"])
         with self._file.writing():
             self._cut()
             others = (line for line, one in _read_lines(self.path) if _eval_key(one) != key)
-            self._replace(b"".join([*others, json_line(record).encode()]))
+            self._replace(b"".join([*others, json_line(row).encode()]))
 
     def close(self) -> None:
         """Close the file, and say what is missing in it."""
@@ -101,10 +121,10 @@ class MetricsFile:
     def _read_history(self) -> bytes:
         """Read the file; the lines of `kept`."""
         lines = list(_read_lines(self.path))
-        kept = [(line, record) for line, record in lines if record["iteration"] <= self._resume_iteration]
-        self.kept = [record for _, record in kept]
+        kept = [(line, row) for line, row in lines if row["iteration"] <= self._resume_iteration]
+        self.kept = [row for _, row in kept]
         if len(kept) < len(lines):
-            last = max(record["iteration"] for _, record in lines)
+            last = max(row["iteration"] for _, row in lines)
             logger.info(
                 "%s: dropped %d lines after iteration %d: iterations up to %d are trained again",
                 self.path,
@@ -128,41 +148,41 @@ def set_aside(path: Path) -> None:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The whole lines of a metrics file with their records. A warning counts the others, except for a last one that a
+    """The whole lines of a metrics file with their rows. A warning counts the others, except for a last one that a
     crash cut short.
     """
     num_damaged = 0
     with path.open("rb") as stream:
         for line in stream:
-            record = _record(line)
-            if record is not None:
-                yield line if line.endswith(b"\n") else line + b"\n", record
+            row = _row(line)
+            if row is not None:
+                yield line if line.endswith(b"\n") else line + b"\n", row
             elif line.endswith(b"\n"):
                 num_damaged += 1
     if num_damaged:
-        logger.warning("%s: %d lines are no records of a step or a validation; they are left out", path, num_damaged)
+        logger.warning("%s: %d lines are no rows of a step or a validation; they are left out", path, num_damaged)
 
 
-def _eval_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two records of one validation have in common."""
-    return record["kind"], record["iteration"], record.get("split")
+def _eval_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two rows of one validation have in common."""
+    return row["kind"], row["iteration"], row.get("split")
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """A line's record; None if it is damaged. A step and a validation have a loss; another kind has an iteration."""
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line's row; None if it is damaged. A step and a validation have a loss; another kind has an iteration."""
     try:
-        record = json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
         return None
-    iteration = record.get("iteration")
+    iteration = row.get("iteration")
     if type(iteration) is not int or not 0 <= iteration <= _MAX_ITERATION:
         return None
-    if record["kind"] in ("train", "eval"):
-        loss = record.get("loss", "")
+    if row["kind"] in ("train", "eval"):
+        loss = row.get("loss", "")
         if not (loss is None or type(loss) is float or (type(loss) is int and abs(loss) <= _MAX_ITERATION)):
             return None
-        if record["kind"] == "eval" and not isinstance(record.get("split"), str):
+        if row["kind"] == "eval" and not isinstance(row.get("split"), str):
             return None
-    return record
+    return row

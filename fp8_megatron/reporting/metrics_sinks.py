@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..config.schema import LoggingConfig
-from .report import AppendedFile, Report, write_report
+from .report import AppendedFile, Output, write_report
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class WandbSink:
         run_id = id_file.read_text().strip() if resume_iteration > 0 and id_file.exists() else None
         folder = Path(config.wandb_save_dir) if config.wandb_save_dir is not None else output_dir
         folder.mkdir(parents=True, exist_ok=True)
-        self._report = Report("W&B")
+        self._report = Output("W&B")
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name,

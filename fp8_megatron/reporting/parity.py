@@ -14,7 +14,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from .metrics_file import METRICS_FILE, read_records
+from .metrics_file import METRICS_FILE, read_rows
 from .plot import COLORS, REFERENCE_COLOR, new_figure, save_figure
 
 #: A run of a comparison: its level and its seed.
@@ -131,14 +131,14 @@ def read_run(
         ended_early: training has ended for losses that are not finite, wherever that was.
     """
     path = folder / METRICS_FILE
-    records = read_records(path) if path.exists() else []
-    steps = [record for record in records if record["kind"] == "train" and record["iteration"] > steps_before]
-    validations = [record for record in records if record["kind"] == "eval" and record["split"] == "valid"]
-    # The last step may be one of --iterations-to-skip, which have no record.
+    rows = read_rows(path) if path.exists() else []
+    steps = [row for row in rows if row["kind"] == "train" and row["iteration"] > steps_before]
+    validations = [row for row in rows if row["kind"] == "eval" and row["split"] == "valid"]
+    # The last step may be one of --iterations-to-skip, which have no row.
     has_last = bool(validations) and validations[-1]["iteration"] >= num_steps
     if not steps or not (has_last or ended_early):
         return None
-    tail = [record["loss"] for record in steps[-max(1, round(_TAIL * (num_steps - steps_before))) :]]
+    tail = [row["loss"] for row in steps[-max(1, round(_TAIL * (num_steps - steps_before))) :]]
     timed = steps[WARM_UP_STEPS:] or steps
     return RunResult(
         level=level,
@@ -146,12 +146,12 @@ def read_run(
         num_steps=num_steps,
         final_loss=validations[-1]["loss"] if has_last else None,
         tail_loss=None if None in tail else statistics.fmean(tail),
-        step_seconds=statistics.median(record["step_seconds"] for record in timed),
-        tokens_per_second=statistics.median(record["tokens_per_second_per_gpu"] for record in timed),
-        peak_memory_gib=max(record["peak_memory_gib"] for record in steps),
+        step_seconds=statistics.median(row["step_seconds"] for row in timed),
+        tokens_per_second=statistics.median(row["tokens_per_second_per_gpu"] for row in timed),
+        peak_memory_gib=max(row["peak_memory_gib"] for row in steps),
         skipped_steps=steps[-1]["skipped_steps"],
-        validation=[(record["iteration"], record["loss"]) for record in validations if record["loss"] is not None],
-        training=_thinned([(record["iteration"], record["loss"]) for record in steps]),
+        validation=[(row["iteration"], row["loss"]) for row in validations if row["loss"] is not None],
+        training=_thinned([(row["iteration"], row["loss"]) for row in steps]),
         steps_before=steps_before,
     )
 

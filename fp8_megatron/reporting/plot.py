@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ..errors import UserError
 from ..outputs import write_output
-from .metrics_file import read_records, split_in_words
+from .metrics_file import read_rows, split_in_words
 
 #: Okabe and Ito's colours, which colour-blind readers can tell apart. The reference is grey.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -66,10 +66,10 @@ def read_losses(metrics_jsonl: Path) -> LossCurves:
     """Training and validation losses of a metrics file.
 
     Raises:
-        ValueError: the file holds no finite training loss, or a record without a number where one belongs.
+        ValueError: the file holds no finite training loss, or a row without a number where one belongs.
     """
-    records = read_records(metrics_jsonl)
-    train = [record for record in records if record["kind"] == "train"]
+    rows = read_rows(metrics_jsonl)
+    train = [row for row in rows if row["kind"] == "train"]
     losses = _losses(train)
     if not np.isfinite(losses).any():
         raise ValueError(f"{metrics_jsonl} has no finite training loss to plot ({len(train)} training steps in it)")
@@ -77,7 +77,7 @@ def read_losses(metrics_jsonl: Path) -> LossCurves:
         iterations=_counts(train, "iteration", metrics_jsonl),
         losses=losses,
         tokens=_counts(train, "consumed_tokens", metrics_jsonl),
-        evals=_evals([record for record in records if record["kind"] == "eval"], metrics_jsonl),
+        evals=_evals([row for row in rows if row["kind"] == "eval"], metrics_jsonl),
     )
 
 
@@ -181,32 +181,32 @@ def _frame_gaps(axes: Axes, gaps: list[np.ndarray]) -> None:
         axes.set_ylim(low - margin, high + 3 * margin)
 
 
-def _evals(records: list[dict[str, Any]], path: Path) -> dict[str, EvalCurve]:
+def _evals(rows: list[dict[str, Any]], path: Path) -> dict[str, EvalCurve]:
     """Of each validation set; the test split is left out."""
-    splits = dict.fromkeys(record["split"] for record in records if record["split"] != "test")
-    of_split = {split: [record for record in records if record["split"] == split] for split in splits}
+    splits = dict.fromkeys(row["split"] for row in rows if row["split"] != "test")
+    of_split = {split: [row for row in rows if row["split"] == split] for split in splits}
     return {
         split_in_words(split): EvalCurve(_counts(found, "iteration", path), _losses(found))
         for split, found in of_split.items()
     }
 
 
-def _losses(records: list[dict[str, Any]]) -> np.ndarray:
+def _losses(rows: list[dict[str, Any]]) -> np.ndarray:
     """Losses, NaN where one is null and infinite where it is too large to draw."""
-    losses = np.array([np.nan if record["loss"] is None else record["loss"] for record in records], dtype=np.float64)
+    losses = np.array([np.nan if row["loss"] is None else row["loss"] for row in rows], dtype=np.float64)
     return np.where(np.abs(losses) > _MAX_LOSS, np.inf, losses)
 
 
-def _counts(records: list[dict[str, Any]], key: str, path: Path) -> np.ndarray:
-    """A count of every record, 1 or more."""
-    for record in records:
-        value = record.get(key)
+def _counts(rows: list[dict[str, Any]], key: str, path: Path) -> np.ndarray:
+    """A count of every row, 1 or more."""
+    for row in rows:
+        value = row.get(key)
         if type(value) is not int or not 1 <= value <= _MAX_COUNT:
             raise ValueError(
-                f"{path}: the record of iteration {record['iteration']} has {key}({value!r}), not a count from 1; "
+                f"{path}: the row of iteration {row['iteration']} has {key}({value!r}), not a count from 1; "
                 f"remove that line, or give another run"
             )
-    return np.array([record[key] for record in records], dtype=np.float64)
+    return np.array([row[key] for row in rows], dtype=np.float64)
 
 
 def _moving_mean(values: np.ndarray, reach: int, *, symmetric: bool) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..config.schema import ProfileConfig
-from .report import Report, write_report
+from .report import Output, write_report
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class StepProfiler:
         write_report(self._folder / f"{stem}.txt", f"{kernel_table(kernels, times, gaps)}\n".encode())
         if self._config.profile_trace:
             trace = self._folder / f"trace_rank{self._rank}.json.gz"
-            with Report(trace).writing():
+            with Output(trace).writing():
                 profiler.export_chrome_trace(str(trace))
 
 

@@ -19,7 +19,7 @@ _REMOVAL_SECONDS = 10.0
 logger = logging.getLogger(__name__)
 
 
-class Report:
+class Output:
     """One output of a run: a file, or a service.
 
     Args:
@@ -53,11 +53,11 @@ class Report:
 
 def write_report(path: Path, content: bytes) -> None:
     """Replace a file in one step, as `outputs.write_output`. What cannot be written is a line of the log."""
-    with Report(path).writing():
+    with Output(path).writing():
         replace_output(path, content)
 
 
-class AppendedFile(Report):
+class AppendedFile(Output):
     """A file that grows, by whole pieces. It may have other writers.
 
     A piece that cannot be written leaves nothing behind, and the next one is tried. A file that somebody replaces goes

@@ -1,12 +1,12 @@
 """events.jsonl: the life of a run, one line an event. Each line is a line of the console log with a time and a step.
 
 A module marks a log record as an event with ``extra=event(kind, …)``. While a run's log is open, a logging handler
-writes marked records to the file (`recording`). A line is one JSON object:
+writes marked records to the file (`logging_events`). A line is one JSON object:
 
     {"time": "2026-01-31T12:00:00.123+00:00", "run": "5f0c…", "iteration": 100, "kind": "save", "text": "saved …", …}
 
 Several runs may write to one file, one after another or at once. ``run`` is that of checkpoints
-(`checkpoint.run_identity`); `events_of_run` finds a run's events.
+(`checkpoint.run_lock`); `events_of_run` finds a run's events.
 """
 
 from __future__ import annotations
@@ -124,14 +124,14 @@ def add_event(folder: Path, kind: EventKind, text: str, *, iteration: int, **fie
 
 
 @contextmanager
-def recording(
+def logging_events(
     folder: Path, *, is_writer: bool, run: str | None = None, launch: str | None = None
 ) -> Iterator[RunLog | None]:
     """Write this program's events to ``folder/events.jsonl`` while the block runs.
 
     Args:
         is_writer: False opens nothing; one rank of a run writes.
-        run, launch: of every event (`checkpoint.run_identity`).
+        run, launch: of every event (`checkpoint.run_lock`).
 
     Yields:
         The log; None if this rank does not write.

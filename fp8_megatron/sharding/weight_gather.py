@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..collectives.all_gather import AllGatherWork, all_gather_each
 from ..collectives.transport.recording import is_recording
-from ..collectives.transport.side_stream import side_stream
+from ..collectives.transport.stream_ops import side_stream
 from .partition import ParamSpace
 
 

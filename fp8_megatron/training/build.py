@@ -15,8 +15,7 @@ import torch
 from ..checkpoint.run_state import Resumable
 from ..config.schema import Config, OptimizerConfig, PrecisionConfig
 from ..dtypes import StorageDtype
-from ..mcore.data_parallel import FP8DataParallel
-from ..mcore.finalize import finalize_model_grads
+from ..mcore.data_parallel import FP8DataParallel, finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
 from ..mcore.initialization import initial_values, named_parameters_of_model
 from ..mcore.topology import Topology, is_embedding_or_output

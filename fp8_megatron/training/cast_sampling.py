@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from ..device.memory import cpu_copy
 from ..dtypes import DTYPE_NAMES
 from ..kernels import ops
-from ..mcore.cast_names import fp8_layers
+from ..mcore.lm_head import FP8OutputLayer
+from ..mcore.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from ..quantization.cast_health import CastProbe
 from ..quantization.recipe import LinearQuantizers
 from ..reporting.cast_statistics import CastName, CastStatistics, HealthSample
-from ..reporting.health_file import ROLES
+from ..reporting.metrics_file import ROLES
 from ..sharding.grad_buffer import GradBuffer, ShardedGradBuffer
 
 #: The linear layers of a transformer layer, in order.
@@ -144,3 +146,17 @@ def _autoscaled(buffers: Sequence[GradBuffer], index: dict[CastName, int]) -> li
         for name, autoscale, span in buffer.autoscaled_spans()
         if name in place_of
     ]
+
+
+def fp8_layers(
+    chunk: torch.nn.Module,
+) -> Iterator[tuple[str, FP8ColumnParallelLinear | FP8RowParallelLinear | FP8OutputLayer]]:
+    """(name, layer) of every FP8 linear layer and LM head. Layers are counted over all stages."""
+    offset = next((m.layer_number - 1 for m in chunk.modules() if isinstance(m, TransformerLayer)), 0)
+    for name, module in chunk.named_modules():
+        if isinstance(module, (FP8ColumnParallelLinear, FP8RowParallelLinear, FP8OutputLayer)):
+            parts = name.split(".")
+            if "layers" in parts:
+                position = parts.index("layers") + 1
+                parts[position] = str(int(parts[position]) + offset)
+            yield ".".join(parts), module

@@ -19,7 +19,7 @@ from ..reporting.report import AppendedFile
 from ..watch.failures import RankWatch
 from .build import TrainingState, build_training_state
 from .run_data import RunData, open_run_data
-from .run_start import Source, check_memory
+from .run_start import CheckpointSource, check_memory
 from .stopping import SignalHandler, StopReason
 from .train_step import evaluate
 
@@ -62,7 +62,7 @@ def evaluate_split(
 
 def evaluate_checkpoint(
     config: Config,
-    source: Source,
+    source: CheckpointSource,
     topology: Topology,
     device: torch.device,
     *,
@@ -111,7 +111,7 @@ def _report(config: Config, checkpoint: Path, metrics: EvalMetrics) -> None:
     logger.info("%s", eval_line(metrics, total_iterations=None))
     if config.logging.output_dir is None:
         return
-    record = {"checkpoint": str(checkpoint), "precision": config.precision.level, **asdict(metrics)}
+    row = {"checkpoint": str(checkpoint), "precision": config.precision.level, **asdict(metrics)}
     lines = AppendedFile(Path(config.logging.output_dir) / EVALUATIONS_FILE)
-    lines.append(json_line(record).encode())
+    lines.append(json_line(row).encode())
     lines.close()

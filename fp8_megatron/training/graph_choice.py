@@ -35,7 +35,7 @@ _TOKENS_PER_DOCUMENT = 128
 #: Peak memory with a recording, over the peak before it, without validation. A recording does not share its memory with
 #: a rank's shard of new weights (6.5% of GPT-13B's peak); the steps before it did. And its blocks leave gaps (10% of
 #: GPT-345M's peak, with scales from the tensor and an LM head in 16 bits).
-_ROOM_FACTOR = 1.15
+_MEMORY_FACTOR = 1.15
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class GraphChoice:
     Attributes:
         records: whether steps are recorded.
         reason: the reason, for the log.
-        needs_room: record only if there is enough memory (`has_room`).
+        needs_memory: record only if there is enough memory (`has_memory`).
     """
 
     records: bool
     reason: str
-    needs_room: bool = False
+    needs_memory: bool = False
 
     def log(self) -> None:
         """Log one line for the user if steps are recorded."""
@@ -79,7 +79,7 @@ def choose_graph(config: Config, *, has_gpu: bool, world_size: int, node_size: i
     flops = layer_flops(config)
     work = f"a layer has {flops / 1e12:.1f} TFLOP a micro-batch on a GPU"
     if waits_for_host(config):
-        return GraphChoice(True, work, needs_room=True)
+        return GraphChoice(True, work, needs_memory=True)
     return GraphChoice(False, f"{work}, which gives the host the time to launch it")
 
 
@@ -113,8 +113,8 @@ def documents_fit(config: Config, most_documents: int | None) -> bool:
     return False
 
 
-def has_room(device: torch.device, validation_bytes: int) -> bool:
-    """Whether a recording fits into every rank's GPU: `_ROOM_FACTOR` times the peak so far, and validation.
+def has_memory(device: torch.device, validation_bytes: int) -> bool:
+    """Whether a recording fits into every rank's GPU: `_MEMORY_FACTOR` times the peak so far, and validation.
 
     All ranks call this once, at the same step. It waits for the device.
 
@@ -123,7 +123,7 @@ def has_room(device: torch.device, validation_bytes: int) -> bool:
             (`planning.activations.predict_validation_bytes`).
     """
     used, validation = device_memory.peak_used_share(device), validation_bytes / device_memory.memory_bytes(device)
-    shares = torch.tensor([used * _ROOM_FACTOR + validation, used, validation], device=device)
+    shares = torch.tensor([used * _MEMORY_FACTOR + validation, used, validation], device=device)
     if torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(shares, torch.distributed.ReduceOp.MAX)
     needed, most_used, most_of_validation = shares.tolist()  # waits: the host's next action depends on it
@@ -134,7 +134,7 @@ def has_room(device: torch.device, validation_bytes: int) -> bool:
         "more of that%s; --cuda-graph-impl local records in any case, none goes over NCCL between more than two "
         "tensor-parallel ranks, which is faster for steps that Python launches",
         100 * most_used,
-        100 * (_ROOM_FACTOR - 1),
+        100 * (_MEMORY_FACTOR - 1),
         f" and {most_of_validation:.0%} of the memory for validation" if most_of_validation else "",
     )
     return False

@@ -51,7 +51,7 @@ class Spike:
     deviations: float
 
 
-class Report(Protocol):
+class ReportSpike(Protocol):
     """Logs a spike and the casts that changed before it, and returns the text."""
 
     def __call__(self, progress: Progress, spike: Spike, suspects: list[str], *, rolls_back: bool) -> str: ...
@@ -93,7 +93,7 @@ class SpikeGuard:
         report: logs a spike with its suspects, and returns it as a text.
     """
 
-    def __init__(self, threshold: float, *, rolls_back: bool = False, report: Report | None = None) -> None:
+    def __init__(self, threshold: float, *, rolls_back: bool = False, report: ReportSpike | None = None) -> None:
         self._threshold, self._rolls_back, self._report = threshold, rolls_back, report
         self._losses, self._log_norms = RobustWindow(), RobustWindow()
         self._samples: deque[HealthSample] = deque(maxlen=_SAMPLES)
@@ -193,7 +193,7 @@ def resumed_after_spikes(progress: Progress, output_dir: Path, place: Place, run
     """Where a resumed run goes on: after the data of a spike that it was rolled back for. Called by all ranks.
 
     Args:
-        run: its identity (`checkpoint.run_identity`).
+        run: its identity (`checkpoint.run_lock`).
     """
     moved = Ranks(place).first_says(lambda: after_rollbacks(progress, output_dir, run))
     if moved != progress and place.rank == 0:

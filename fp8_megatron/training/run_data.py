@@ -77,8 +77,8 @@ class RunData:
             records: steps are recorded, which takes one shape for all batches.
         """
         assert self.datasets.train is not None
-        room = self.most_documents() if records else None
-        return self._loader(self.datasets.train, "train", consumed_samples, starts_over=starts_over, room=room)
+        capacity = self.most_documents() if records else None
+        return self._loader(self.datasets.train, "train", consumed_samples, starts_over=starts_over, capacity=capacity)
 
     def most_documents(self) -> int | None:
         """Documents that a training micro-batch may have; None if attention crosses them."""
@@ -128,7 +128,7 @@ class RunData:
         consumed_samples: int,
         *,
         starts_over: bool = False,
-        room: int | None = None,
+        capacity: int | None = None,
     ) -> Iterator[Batch]:
         is_whole = split == "valid" and bool(self.validation_sets)
         return build_loader(
@@ -140,17 +140,17 @@ class RunData:
             consumed_samples=consumed_samples,
             cycle=starts_over,
             shuffles=None if is_whole else _shuffles(self.config.data),
-            documents=self._bounds(room),
+            documents=self._bounds(capacity),
             part=self.topology.sequence_part,
             name=_name(self.config.data, split),
             timeout_seconds=60 * self.config.parallel.distributed_timeout_minutes,
         )
 
-    def _bounds(self, room: int | None) -> Bounds | None:
+    def _bounds(self, capacity: int | None) -> Bounds | None:
         """What finds the documents of a micro-batch; None if attention crosses them."""
         if self.config.data.sft:
-            return PositionBounds(room)
-        return DocumentBounds(self.eod, room) if self.config.data.reset_attention_mask else None
+            return PositionBounds(capacity)
+        return DocumentBounds(self.eod, capacity) if self.config.data.reset_attention_mask else None
 
 
 def _name(data: DataConfig, split: str) -> str:

@@ -22,7 +22,7 @@ from ..reporting.memory_report import memory_table
 from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
 from ..reporting.metrics_file import METRICS_FILE
 from ..reporting.plot import plot_losses
-from ..reporting.report import Report, write_report
+from ..reporting.report import Output, write_report
 from ..reporting.run_log import EventKind, event
 from ..watch.restarts import Launch
 from .build import TrainingState, measured_storage, slot_names_of_ranks
@@ -182,7 +182,7 @@ class RunReport:
             )
 
     def step(self, result: StepResult, progress: Progress) -> None:
-        """Report one step.
+        """Output one step.
 
         Args:
             progress: after the step.
@@ -208,11 +208,11 @@ class RunReport:
         )
 
     def health(self, sample: HealthSample) -> None:
-        """Report the casts of a sampled step."""
+        """Output the casts of a sampled step."""
         self._metrics.log_health(sample)
 
     def evaluation(self, iteration: int, split: str, loss: float) -> None:
-        """Report the loss of a held-out split."""
+        """Output the loss of a held-out split."""
         self._metrics.log_eval(EvalMetrics.from_loss(iteration, split, loss))
 
     def finish(self, reached: int) -> None:
@@ -228,7 +228,7 @@ class RunReport:
         model = self._config.model
         title = f"GPT, {model.num_layers} layers × {model.hidden_size}, {self._config.precision.level}"
         figure = self._session.output_dir / "loss.png"
-        with Report(figure).writing():
+        with Output(figure).writing():
             plot_losses(self._session.output_dir / METRICS_FILE, figure, title=title)
         logger.info("%s", summary)
 
@@ -246,7 +246,7 @@ def _blamed(result: StepResult, suspect: Suspect | None) -> dict[str, Any]:
 
 
 class StepOutcomes:
-    """Takes the results of every step, one after another. All ranks record the same results.
+    """Takes the results of every step, one after another. All ranks take the same results.
 
     Args:
         skipped_steps: steps that the run skipped before this session.
@@ -273,8 +273,8 @@ class StepOutcomes:
         """Whether the casts of the next step should be sampled (`SpikeGuard.wants_sample`)."""
         return self._spikes.wants_sample
 
-    def record(self, result: StepResult, progress: Progress, *, has_checkpoint: bool) -> Progress:
-        """Report a step; returns the progress with it.
+    def take(self, result: StepResult, progress: Progress, *, has_checkpoint: bool) -> Progress:
+        """Output a step; returns the progress with it.
 
         Args:
             progress: before the step.

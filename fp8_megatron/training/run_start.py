@@ -29,8 +29,7 @@ from ..checkpoint.files import (
 from ..checkpoint.loading import LoadOptions, load_checkpoint
 from ..checkpoint.megatron_loading import differing_argument, open_megatron_checkpoint
 from ..checkpoint.ranks import Ranks
-from ..checkpoint.run_identity import RunIdentity, own_restart, saved_by
-from ..checkpoint.run_lock import RunLock
+from ..checkpoint.run_lock import RunIdentity, RunLock, own_restart, saved_by
 from ..checkpoint.run_state import Progress, Resumable
 from ..checkpoint.saved_run import differing_setting
 from ..checkpoint.saved_settings import differing_order
@@ -56,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """A folder of checkpoints to load from, what to load, and the newest iteration that may be loaded."""
 
     root: Path
@@ -86,7 +85,7 @@ class RunStart:
     """
 
     identity: RunIdentity
-    source: Source | None
+    source: CheckpointSource | None
     lock: RunLock | None
     continues_save: bool
 
@@ -159,7 +158,7 @@ def check_what_is_loaded(config: Config) -> None:
         raise CheckpointError(problem)
 
 
-def warn_of_another_order(config: Config, source: Source, progress: Progress) -> None:
+def warn_of_another_order(config: Config, source: CheckpointSource, progress: Progress) -> None:
     """Warn if the samples behind a checkpoint were drawn in another order: some of them come again, others never."""
     differing = differing_order(iteration_folder(source.root, progress.iteration), config)
     if differing and progress.consumed_samples:
@@ -224,7 +223,7 @@ def _wait_for(lock: RunLock | None, save: Path, ranks: Ranks) -> None:
         pass
 
 
-def _start(checkpoint: CheckpointConfig) -> tuple[Source | None, str | None]:
+def _start(checkpoint: CheckpointConfig) -> tuple[CheckpointSource | None, str | None]:
     """(what to load, whose run it is) of a run that holds the lock of --save."""
     source, run = _source_and_run(checkpoint)
     if checkpoint.save is not None:
@@ -235,7 +234,7 @@ def _start(checkpoint: CheckpointConfig) -> tuple[Source | None, str | None]:
     return source, run
 
 
-def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tuple[Source | None, str | None]:
+def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tuple[CheckpointSource | None, str | None]:
     """What to load, None for a run from scratch, and the run that it continues, None for a new one.
 
     Raises:
@@ -245,7 +244,7 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
     if save is not None and own_restart(save):
         if not quiet:
             logger.info("started again by torchrun: going on from the newest checkpoint of %s", save)
-        source = Source(save, LoadOptions(optimizer=checkpoint.save_optim, rng=checkpoint.save_rng))
+        source = CheckpointSource(save, LoadOptions(optimizer=checkpoint.save_optim, rng=checkpoint.save_rng))
     elif checkpoint.load is None:
         return _pretrained(checkpoint), None
     else:
@@ -253,7 +252,7 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
         options = LoadOptions(
             iteration, finetune=checkpoint.finetune, optimizer=checkpoint.load_optim, rng=checkpoint.load_rng
         )
-        source = Source(root, options)
+        source = CheckpointSource(root, options)
     found = candidates(source.root, source.options.iteration) if source.root.is_dir() else []
     if not found and checkpoint.pretrained_checkpoint is not None:
         return _pretrained(checkpoint), None
@@ -265,7 +264,7 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
     return source, None if source.options.finetune else next((run for run in runs if run is not None), None)
 
 
-def _pretrained(checkpoint: CheckpointConfig) -> Source | None:
+def _pretrained(checkpoint: CheckpointConfig) -> CheckpointSource | None:
     """The first weights of a run without a checkpoint of its own; None without --pretrained-checkpoint.
 
     Raises:
@@ -277,10 +276,10 @@ def _pretrained(checkpoint: CheckpointConfig) -> Source | None:
     found = candidates(root, iteration) if root.is_dir() else []
     if not found:
         raise CheckpointError(no_checkpoint("pretrained_checkpoint", root))
-    return Source(root, LoadOptions(iteration, finetune=True), newest=found[0])
+    return CheckpointSource(root, LoadOptions(iteration, finetune=True), newest=found[0])
 
 
-def _allow_missing(checkpoint: CheckpointConfig, source: Source, *, quiet: bool) -> None:
+def _allow_missing(checkpoint: CheckpointConfig, source: CheckpointSource, *, quiet: bool) -> None:
     """Raise, unless this is the first start of a run that will resume from where it saves."""
     root = source.root
     problem = load_problem(root) or no_checkpoint("load", root)
@@ -294,13 +293,13 @@ def _allow_missing(checkpoint: CheckpointConfig, source: Source, *, quiet: bool)
         logger.warning("no checkpoint under %s: starting from scratch", root)
 
 
-def _continues(checkpoint: CheckpointConfig, source: Source | None) -> bool:
+def _continues(checkpoint: CheckpointConfig, source: CheckpointSource | None) -> bool:
     if checkpoint.save is None or source is None or source.options.finetune:
         return False
     return source.root.resolve() == Path(checkpoint.save).resolve()
 
 
-def _keep_megatron_checkpoints(save: Path, continued: Source | None) -> None:
+def _keep_megatron_checkpoints(save: Path, continued: CheckpointSource | None) -> None:
     """Raise if this run would replace a checkpoint of Megatron-LM: it has no name of a run that could tell."""
     reached = 0 if continued is None else continued.newest
     later = [number for number in megatron_iterations(save) if number > reached or continued is None]

@@ -57,7 +57,7 @@ class StepGraph:
         before_recording: called before each recording.
         can_measure: called after a step that measured underflow; returns whether there was anything to measure.
         can_sample: whether casts can be sampled.
-        has_room: called once, after the warm-up; returns the same on all ranks. If False, no step is recorded.
+        has_memory: called once, after the warm-up; returns the same on all ranks. If False, no step is recorded.
         is_ready: called before the last step of the warm-up; returns the same on all ranks. The warm-up goes on until
             it is True.
         casts: what the recorded kernels depend on, on the host. If it changes, steps run directly until they are
@@ -73,7 +73,7 @@ class StepGraph:
         *,
         can_measure: Callable[[], bool],
         can_sample: bool = False,
-        has_room: Callable[[], bool],
+        has_memory: Callable[[], bool],
         is_ready: Callable[[], bool] = lambda: True,
         casts: Callable[[], list[int]] = list,
         may_go_on: bool = False,
@@ -86,7 +86,7 @@ class StepGraph:
         self._before_recording = before_recording
         self._can_measure = can_measure
         self._can_sample = can_sample
-        self._has_room = has_room
+        self._has_room = has_memory
         self._is_ready = is_ready
         self._casts = casts
         self._recorded_casts: list[int] = []

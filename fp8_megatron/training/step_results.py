@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..device.host_copy import HostCopy, Mark
+from ..device.memory import HostCopy, Mark
 from ..quantization.cast_report import CastReport
 from ..reporting.cast_statistics import HealthSample
 from ..reporting.step_figures import StepFigures

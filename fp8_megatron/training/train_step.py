@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ..device import memory as device_memory
-from ..device.host_copy import HostCopy
+from ..device.memory import HostCopy
 from ..mcore.pipeline import schedule_arguments
 from ..planning.activations import predict_validation_bytes
 from ..quantization.cast_report import CastReport
@@ -18,7 +18,7 @@ from ..reporting.step_figures import StepFigures
 from ..storage import GradReduceMode
 from .batches import Batch, forward_step, take_step
 from .build import TrainingState
-from .graph_choice import GraphChoice, documents_fit, has_room
+from .graph_choice import GraphChoice, documents_fit, has_memory
 from .step_graph import StepGraph
 from .stopping import StopReason, request_number, request_of
 
@@ -125,19 +125,19 @@ def step_graph(
         torch.distributed.all_reduce(ready, torch.distributed.ReduceOp.MIN)
         return bool(ready.item())
 
-    def has_room_for_step() -> bool:
+    def has_memory_for_step() -> bool:
         rows, stage = state.padded_vocab_size, state.topology.pp.rank()
-        return has_room(state.device, predict_validation_bytes(state.config, rows, stage=stage))
+        return has_memory(state.device, predict_validation_bytes(state.config, rows, stage=stage))
 
     return StepGraph(
         partial(compute_gradients, state),
         before_recording,
         can_measure=lambda: any(buffer.underflow is not None for buffer in state.optimizer.buffers),
         can_sample=state.sampler is not None,
-        has_room=has_room_for_step if choice.needs_room else lambda: True,
+        has_memory=has_memory_for_step if choice.needs_memory else lambda: True,
         is_ready=is_ready,
         casts=lambda: [history.num_known for history in state.histories if history is not None],
-        may_go_on=choice.needs_room and state.topology.world_size == 1,
+        may_go_on=choice.needs_memory and state.topology.world_size == 1,
         num_micro_batches=state.num_micro_batches,
         device=state.device,
         warmup_steps=state.config.training.cuda_graph_warmup_steps,

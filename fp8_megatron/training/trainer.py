@@ -19,9 +19,8 @@ from ..device import device as devices
 from ..kernels import ops
 from ..mcore.attention import may_use_cudnn, preferring_backends
 from ..mcore.runtime import runtime
-from ..mcore.topology import initialized
-from ..mcore.transports import needs_launch_order
-from ..reporting.run_log import EVENTS_FILE, last_run, read_events, recording
+from ..mcore.topology import initialized, needs_launch_order
+from ..reporting.run_log import EVENTS_FILE, last_run, logging_events, read_events
 from ..watch.failures import watched_world
 from ..watch.restarts import Launch, begin_attempt
 from .evaluation import evaluate_checkpoint
@@ -80,7 +79,7 @@ class Trainer:
                 return
             events = read_events(self.output_dir / EVENTS_FILE) if topology.rank == 0 else []
             log = stack.enter_context(
-                recording(
+                logging_events(
                     self.output_dir,
                     is_writer=topology.rank == 0,
                     run=start.identity.run,

@@ -12,7 +12,7 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.run_state import Progress
 from ..config.checks import check_batches
 from ..config.schema import Config
-from ..device.host_copy import Mark
+from ..device.memory import Mark
 from ..mcore.runtime import seed_everything
 from ..reporting.profiling import StepProfiler
 from ..watch.replica_hash import PendingCheck, ReplicasDiffer
@@ -227,7 +227,7 @@ class TrainingRun:
             return
         result = pending.result()
         self.stop = self.stop or result.stop
-        self.progress = self.outcomes.record(result, self.progress, has_checkpoint=self.has_checkpoint)
+        self.progress = self.outcomes.take(result, self.progress, has_checkpoint=self.has_checkpoint)
 
     def _validate_and_save(self, iteration: int) -> None:
         """Do what is due after a step. If something is, or the run ends, its results are read first."""

@@ -30,7 +30,7 @@ from ..device.variables import number
 from ..mcore.topology import Topology
 from . import flight_recorder
 from .flight_recorder import CallSite
-from .heartbeat import Heartbeat, Pace, Record, Sighting, State
+from .heartbeat import Heartbeat, Pace, RankStatus, Sighting, State
 from .restarts import Fault, GaveUp, log_fault
 
 #: Exit status of a rank that ended because of another one: sysexits' "temporary failure, try again".
@@ -114,21 +114,21 @@ class RankWatch:
         self._main_thread = threading.current_thread()
         # Kept until the end: on the rank that hosts the store it contains the server.
         self._store = torch.distributed.distributed_c10d._get_default_store()
-        record = Record(host=socket.gethostname(), process=os.getpid())
-        self._heartbeat = Heartbeat(self._store, rank, world_size, self.pace, record)
+        status = RankStatus(host=socket.gethostname(), process=os.getpid())
+        self._heartbeat = Heartbeat(self._store, rank, world_size, self.pace, status)
         threading.Thread(target=self._guard, name="rank watch", daemon=True).start()
 
     def at(self, iteration: int, doing: str) -> None:
         """Note what this rank's main thread is doing, for the messages of all ranks. Costs nothing."""
         self._iteration = iteration
         if self._heartbeat is not None:
-            before = self._heartbeat.record
-            record = replace(before, iteration=iteration, doing=doing, patient=False)
+            before = self._heartbeat.status
+            status = replace(before, iteration=iteration, doing=doing, patient=False)
             if before.patient:
                 # Published at once: until the other ranks know, they would be patient with this rank.
-                self._heartbeat.publish(record, timeout_seconds=0.0)
+                self._heartbeat.publish(status, timeout_seconds=0.0)
             else:
-                self._heartbeat.note(record)
+                self._heartbeat.note(status)
 
     @contextmanager
     def patiently(self, doing: str) -> Iterator[None]:
@@ -136,10 +136,10 @@ class RankWatch:
         if self._heartbeat is None:
             yield
             return
-        before = self._heartbeat.record
+        before = self._heartbeat.status
         self._heartbeat.publish(replace(before, doing=doing, patient=True), timeout_seconds=self.pace.interval)
         yield
-        after = replace(self._heartbeat.record, doing=before.doing, patient=before.patient)
+        after = replace(self._heartbeat.status, doing=before.doing, patient=before.patient)
         self._heartbeat.publish(after, timeout_seconds=0.0)
 
     def stop(self) -> None:
@@ -237,7 +237,7 @@ class RankWatch:
 
     def _in_state(self, state: State) -> list[tuple[int, Sighting]]:
         assert self._heartbeat is not None
-        return [(rank, seen) for rank, seen in self._heartbeat.others().items() if seen.record and seen.state is state]
+        return [(rank, seen) for rank, seen in self._heartbeat.others().items() if seen.status and seen.state is state]
 
     def _failed(self) -> list[Cause]:
         """Ranks that reported a failure."""
@@ -273,7 +273,7 @@ class RankWatch:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             return [Cause(f"torchrun of the first node, which keeps the rendezvous store {address}, is gone ({how})")]
         store = heartbeat.others().get(0, Sighting())
-        host = "" if store.record is None else store.record.host
+        host = "" if store.status is None else store.status.host
         return [Cause(f"{_name(0, store)}, which keeps the rendezvous store, is gone ({how})", 0, host)]
 
     def _overdue(self) -> list[Cause]:
@@ -287,30 +287,30 @@ class RankWatch:
     def _whereabouts(self, site: CallSite) -> str:
         """Where this rank is, and where its flight recorder was written."""
         assert self._heartbeat is not None
-        record = self._heartbeat.record
+        status = self._heartbeat.status
         collective = flight_recorder.describe_collective(site)
         path = flight_recorder.write(self._rank)
         recorder = f" Flight recorder: {path}." if path is not None else ""
-        return f"Rank {self._rank} was {record.doing}, iteration {record.iteration}, {collective}.{recorder}"
+        return f"Rank {self._rank} was {status.doing}, iteration {status.iteration}, {collective}.{recorder}"
 
     def _others_whereabouts(self) -> str:
         assert self._heartbeat is not None
         others = self._heartbeat.others().items()
-        places = [f"rank {rank} {s.record.doing}, iteration {s.record.iteration}" for rank, s in others if s.record]
+        places = [f"rank {rank} {s.status.doing}, iteration {s.status.iteration}" for rank, s in others if s.status]
         return "; ".join(places[:8]) + ("; …" if len(places) > 8 else "")
 
     def _say_goodbye(self) -> None:
         """Report that this rank is done. The rank that hosts the store waits until the others have reported it."""
         heartbeat = self._heartbeat
         assert heartbeat is not None
-        record = replace(heartbeat.record, state=State.LEFT)
-        heartbeat.publish(record, timeout_seconds=self.pace.interval)
+        status = replace(heartbeat.status, state=State.LEFT)
+        heartbeat.publish(status, timeout_seconds=self.pace.interval)
         deadline = time.monotonic() + self.pace.dead_after
         while self._keeps_store() and time.monotonic() < deadline:
-            if not any(seen.record and seen.state is State.RUNNING for seen in heartbeat.others().values()):
+            if not any(seen.status and seen.state is State.RUNNING for seen in heartbeat.others().values()):
                 break
             time.sleep(self.pace.interval / 20)
-            heartbeat.publish(record, timeout_seconds=self.pace.interval)
+            heartbeat.publish(status, timeout_seconds=self.pace.interval)
         heartbeat.close()
 
     def _keeps_store(self) -> bool:
@@ -319,7 +319,7 @@ class RankWatch:
     def _say_last_words(self, state: State, because: str) -> None:
         heartbeat = self._heartbeat
         assert heartbeat is not None
-        heartbeat.publish(replace(heartbeat.record, state=state, because=because), timeout_seconds=self.pace.interval)
+        heartbeat.publish(replace(heartbeat.status, state=state, because=because), timeout_seconds=self.pace.interval)
         listening = any(
             seen.state is State.RUNNING and seen.silence < self.pace.suspect_after
             for seen in heartbeat.others().values()
@@ -375,13 +375,13 @@ def _join(causes: list[Cause]) -> str:
 
 
 def _cause(rank: int, seen: Sighting, what: str, fault: Fault = Fault.RANK_LOST) -> Cause:
-    host = "" if seen.record is None else seen.record.host
+    host = "" if seen.status is None else seen.status.host
     return Cause(f"{_name(rank, seen)} {what}", rank, host, fault)
 
 
 def _name(rank: int, sighting: Sighting) -> str:
-    record = sighting.record
-    if record is None:
+    status = sighting.status
+    if status is None:
         return f"rank {rank} (it never spoke)"
-    last = f"last heard of {record.doing}, iteration {record.iteration}"
-    return f"rank {rank} (host {record.host}, process {record.process}; {last})"
+    last = f"last heard of {status.doing}, iteration {status.iteration}"
+    return f"rank {rank} (host {status.host}, process {status.process}; {last})"

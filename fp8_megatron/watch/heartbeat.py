@@ -1,8 +1,8 @@
 """Heartbeats: every rank writes its state to the rendezvous store every few seconds, and readers time its silence.
 
-A thread of each rank writes its record and reads others'. Rank 0 reads all ranks and passes on its findings; the others
+A thread of each rank writes its status and reads others'. Rank 0 reads all ranks and passes on its findings; the others
 read rank 0. The thread has a separate connection, so it and collectives do not wait for each other. Clocks of machines
-are not compared: silence is how long, on the reader's clock, a record's count of beats has not changed.
+are not compared: silence is how long, on the reader's clock, a status's count of beats has not changed.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class State(str, Enum):
     RUNNING = "running"
     LEFT = "left"
     FAILED = "failed"
-    """It raised an error, `Record.because`."""
+    """It raised an error, `RankStatus.because`."""
     ENDED = "ended"
-    """Other ranks made it end; `Record.because` names them."""
+    """Other ranks made it end; `RankStatus.because` names them."""
 
 
 @dataclass(frozen=True)
-class Record:
+class RankStatus:
     """A rank's report about itself."""
 
     host: str
@@ -78,7 +78,7 @@ class Record:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> Record:
+    def from_json(cls, text: bytes | str) -> RankStatus:
         """The inverse of `to_json`."""
         fields = json.loads(text)
         return cls(**{**fields, "state": State(fields["state"])})
@@ -86,34 +86,36 @@ class Record:
 
 @dataclass(frozen=True)
 class Sighting:
-    """What a reader knows of a rank: its last record (None before the first), and the seconds since it changed."""
+    """What a reader knows of a rank: its last status (None before the first), and the seconds since it changed."""
 
-    record: Record | None = None
+    status: RankStatus | None = None
     silence: float = 0.0
 
     @property
     def state(self) -> State:
         """The rank's last reported state; running if it never reported."""
-        return State.RUNNING if self.record is None else self.record.state
+        return State.RUNNING if self.status is None else self.status.state
 
     @property
     def because(self) -> str:
         """The rank's reason for its end."""
-        return "" if self.record is None else self.record.because
+        return "" if self.status is None else self.status.because
 
     def limit(self, pace: Pace) -> float:
         """The silence that this rank is allowed, in seconds."""
-        return pace.patience if self.record is None or self.record.patient else pace.dead_after
+        return pace.patience if self.status is None or self.status.patient else pace.dead_after
 
 
 class Heartbeat:
-    """This rank's thread that writes its record and reads others'.
+    """This rank's thread that writes its status and reads others'.
 
     Attributes:
         store_error: why the store could not be reached at the last attempt; empty while it can.
     """
 
-    def __init__(self, store: torch.distributed.Store, rank: int, world_size: int, pace: Pace, record: Record) -> None:
+    def __init__(
+        self, store: torch.distributed.Store, rank: int, world_size: int, pace: Pace, status: RankStatus
+    ) -> None:
         """Args: store: the rendezvous store; the caller keeps owning it."""
         self._store = _clone(store)
         self._store.set_timeout(timedelta(seconds=pace.suspect_after))
@@ -124,7 +126,7 @@ class Heartbeat:
         self._store_silence = 0.0
         self._watched = list(range(world_size)) if rank == 0 else [0]
         self._sightings: dict[int, Sighting] = {}
-        self._record = record
+        self._status = status
         self._num_beats = 0
         self._revision = 0
         self._sent_revision = -1
@@ -134,25 +136,25 @@ class Heartbeat:
         self._thread.start()
 
     @property
-    def record(self) -> Record:
-        """This rank's own record."""
-        return self._record
+    def status(self) -> RankStatus:
+        """This rank's own status."""
+        return self._status
 
-    def note(self, record: Record) -> None:
+    def note(self, status: RankStatus) -> None:
         """Report this with the next beat. Costs one assignment."""
-        self._record = record
+        self._status = status
 
-    def publish(self, record: Record, timeout_seconds: float) -> None:
+    def publish(self, status: RankStatus, timeout_seconds: float) -> None:
         """Report this immediately. Returns when it is written or the time is up."""
         with self._condition:
-            self._record = record
+            self._status = status
             self._revision += 1
             revision = self._revision
             self._condition.notify_all()
             self._condition.wait_for(lambda: self._sent_revision >= revision, timeout_seconds)
 
     def watch_everyone(self) -> None:
-        """Read all ranks' records from now on."""
+        """Read all ranks' statuses from now on."""
         self._watched = list(range(self._world_size))
 
     def others(self) -> dict[int, Sighting]:
@@ -172,7 +174,7 @@ class Heartbeat:
         self._store_silence += min(seconds, 2 * self.pace.interval)
 
     def close(self) -> None:
-        """Stop. The last published record stays in the store."""
+        """Stop. The last published status stays in the store."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -184,10 +186,10 @@ class Heartbeat:
             with self._condition:
                 if self._closing:
                     return
-                record, revision = self._record, self._revision
+                status, revision = self._status, self._revision
             # Wait after an error: if the store is gone, a collective usually fails too and this process ends.
             if not self.store_error or self._store_silence > self.pace.suspect_after:
-                self._beat(record, read_at)
+                self._beat(status, read_at)
             read_at = time.monotonic()
             with self._condition:
                 self._sent_revision = revision
@@ -196,19 +198,19 @@ class Heartbeat:
                     lambda: self._closing or self._revision > self._sent_revision, self.pace.interval
                 )
 
-    def _beat(self, record: Record, read_at: float) -> None:
+    def _beat(self, status: RankStatus, read_at: float) -> None:
         try:
             if self.store_error:
                 self._store = _clone(self._store)
             self._num_beats += 1
-            self._store.set(f"{_PREFIX}/{self._rank}", replace(record, beat=self._num_beats).to_json())
+            self._store.set(f"{_PREFIX}/{self._rank}", replace(status, beat=self._num_beats).to_json())
             self._read(read_at)
             self._store_silence, self.store_error = 0.0, ""
         except (RuntimeError, ValueError, OSError) as error:
             self.store_error = (str(error).splitlines() or [type(error).__name__])[0]
 
     def _read(self, last_time: float) -> None:
-        """Read the other ranks' records. A late read counts as two intervals of silence at most: the machine or this
+        """Read the other ranks' statuses. A late read counts as two intervals of silence at most: the machine or this
         process may have been suspended, and the others get time to report.
         """
         elapsed = min(time.monotonic() - last_time, 2 * self.pace.interval)
@@ -216,13 +218,13 @@ class Heartbeat:
         keys = {rank: f"{_PREFIX}/{rank}" for rank in watched}
         # Reading a key that nobody has written would block.
         before = {rank: self._sightings.get(rank, Sighting()) for rank in watched}
-        present = [rank for rank in watched if before[rank].record or self._store.check([keys[rank]])]
+        present = [rank for rank in watched if before[rank].status or self._store.check([keys[rank]])]
         texts = self._store.multi_get([keys[rank] for rank in present]) if present else []
-        records = {rank: Record.from_json(text) for rank, text in zip(present, texts, strict=True)}
+        statuses = {rank: RankStatus.from_json(text) for rank, text in zip(present, texts, strict=True)}
         for rank in watched:
-            stood_still = records.get(rank) == before[rank].record
+            stood_still = statuses.get(rank) == before[rank].status
             silence = before[rank].silence + elapsed if stood_still else 0.0
-            self._sightings[rank] = Sighting(records.get(rank), silence)
+            self._sightings[rank] = Sighting(statuses.get(rank), silence)
 
 
 def _clone(store: torch.distributed.Store) -> torch.distributed.Store:

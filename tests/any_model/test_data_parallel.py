@@ -236,19 +236,20 @@ def test_ddp_over_layers_without_a_bias_is_an_error(ranks: RankPool) -> None:
 
 
 def _initializes_inside(group: Group) -> str:
-    """The error of `initialize` for a part of a model that DDP has wrapped, as in Lightning's configure_optimizers."""
+    """The error of a forward if DDP wrapped a model before its part was initialised, as in Lightning's
+    configure_optimizers."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32))
     wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model))
+    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(UserError) as refused:
-        fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
-    del wrapped
-    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))  # nobody wraps it any more
+        wrapped(torch.randn(32, 32))
+    model(torch.randn(32, 32))  # without DDP it works
     return str(refused.value)
 
 
 def test_a_model_inside_of_ddp(ranks: RankPool) -> None:
     for error in ranks.run(on_default_group, _initializes_inside, num_ranks=2):
-        assert "DDP holds the model already" in error and "configure_model" in error
+        assert "DDP wrapped the model before initialize" in error and "configure_model" in error
 
 
 def _initializes_early(group: Group) -> str:

@@ -12,7 +12,7 @@ from fp8_megatron.checkpoint.saved_run import SavedRun
 from fp8_megatron.commands.run_settings import run_command_line
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.runs import tiny_flags
@@ -20,7 +20,7 @@ from tests.harness.runs import tiny_flags
 
 def _fit(output_dir: Path, overrides: dict) -> dict[int, float]:
     Trainer(parse_config(tiny_flags(output_dir, **overrides))).fit()
-    records = read_records(output_dir / METRICS_FILE)
+    records = read_rows(output_dir / METRICS_FILE)
     return {record["iteration"]: record["loss"] for record in records if record["kind"] == "train"}
 
 

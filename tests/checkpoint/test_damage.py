@@ -17,7 +17,7 @@ from fp8_megatron.checkpoint import manifest
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.manifest import (
-    FileRecord,
+    FileEntry,
     problem_with,
     read_manifest,
     write_file,
@@ -228,6 +228,6 @@ def test_a_checkpoint_under_another_iterations_name(saved: Path, tmp_path: Path)
 
 
 def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:
-    write_manifest(tmp_path, [FileRecord("../x", 1, "00000000")])
+    write_manifest(tmp_path, [FileEntry("../x", 1, "00000000")])
     with pytest.raises(CheckpointError, match=r"'\.\./x', which is not in its folder"):
         read_manifest(tmp_path)

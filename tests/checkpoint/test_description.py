@@ -22,7 +22,7 @@ from fp8_megatron.checkpoint import files
 from fp8_megatron.checkpoint.description import check_rank_tensors, read_description
 from fp8_megatron.checkpoint.files import META, CheckpointError
 from fp8_megatron.checkpoint.loading import LoadOptions
-from fp8_megatron.checkpoint.manifest import FileRecord, problem_with, read_manifest, write_manifest
+from fp8_megatron.checkpoint.manifest import FileEntry, problem_with, read_manifest, write_manifest
 from fp8_megatron.checkpoint.megatron_loading import open_megatron_checkpoint
 from fp8_megatron.commands import inspect_checkpoint
 from fp8_megatron.config.precision import PrecisionConfig
@@ -120,10 +120,10 @@ def _rewritten(saved: Path, root: Path, change: Callable[[dict[str, Tensor]], No
     change(tensors)
     save_file(tensors, path)
     records = [record for record in read_manifest(folder) if record.name != path.name]
-    found = problem_with(folder, FileRecord(path.name, path.stat().st_size, "00000000"))
+    found = problem_with(folder, FileEntry(path.name, path.stat().st_size, "00000000"))
     assert found is not None
     checksum = found.partition("crc32 is ")[2][:8]
-    write_manifest(folder, [*records, FileRecord(path.name, path.stat().st_size, checksum)])
+    write_manifest(folder, [*records, FileEntry(path.name, path.stat().st_size, checksum)])
     return root
 
 

@@ -160,7 +160,7 @@ LOADERS = {
     "pickle.load": set(),
     "pickle.loads": {"watch/flight_recorder.py"},  # bytes that torch has made in this process
     "pickle.Unpickler": {"checkpoint/pickles.py"},
-    "yaml.load": {"config/yaml_files.py"},  # with a loader derived from SafeLoader
+    "yaml.load": {"config/setting_files.py"},  # with a loader derived from SafeLoader
     "yaml.unsafe_load": set(),
     "yaml.full_load": set(),
     "eval": set(),

@@ -18,8 +18,7 @@ import pytest
 
 from fp8_megatron.checkpoint import run_lock
 from fp8_megatron.checkpoint.files import RunLockError
-from fp8_megatron.checkpoint.run_identity import RunIdentity
-from fp8_megatron.checkpoint.run_lock import LOCK, Holder, RunLock
+from fp8_megatron.checkpoint.run_lock import LOCK, Holder, RunIdentity, RunLock
 from fp8_megatron.device.processes import process_start
 
 
@@ -82,7 +81,7 @@ def process_with_lock(root: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the lock and waits."""
     code = (
         "import sys, time; from pathlib import Path; from fp8_megatron.checkpoint import run_lock;"
-        "from fp8_megatron.checkpoint.run_identity import RunIdentity;"
+        "from fp8_megatron.checkpoint.run_lock import RunIdentity;"
         "run_lock.BEAT_SECONDS = 0.1;"
         "lock = run_lock.RunLock(Path(sys.argv[1]), RunIdentity.drawn());"
         "print(lock.attempt(), flush=True);"

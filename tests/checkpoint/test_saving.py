@@ -22,8 +22,7 @@ from fp8_megatron.checkpoint.files import (
     saved_iterations,
 )
 from fp8_megatron.checkpoint.loading import load_checkpoint
-from fp8_megatron.checkpoint.run_identity import RunIdentity, saved_by
-from fp8_megatron.checkpoint.run_lock import LOCK, RunLock
+from fp8_megatron.checkpoint.run_lock import LOCK, RunIdentity, RunLock, saved_by
 from fp8_megatron.checkpoint.run_state import Progress, Snapshot
 from fp8_megatron.checkpoint.saving import CheckpointWriter, Retention
 from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
-from fp8_megatron.checkpoint.manifest import RecordedFile, problem_with
+from fp8_megatron.checkpoint.manifest import ChecksummedFile, problem_with
 from fp8_megatron.checkpoint.metadata_file import METADATA
 from fp8_megatron.checkpoint.torch_dist import (
     Chunk,
@@ -116,15 +116,15 @@ def test_a_rank_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_one_of_several_files_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's error comes out, not torch's, and no thread stays."""
     monkeypatch.setattr(torch_dist, "_MIN_FILE_BYTES", 2000)
-    write, num_threads = RecordedFile.write, threading.active_count()
+    write, num_threads = ChecksummedFile.write, threading.active_count()
 
-    def full(file: RecordedFile, data: bytes | memoryview) -> int:
+    def full(file: ChecksummedFile, data: bytes | memoryview) -> int:
         if file.record.name.endswith("_2.distcp") and file.size > 3000:
             monkeypatch.setattr(file, "_file", open("/dev/full", "wb", buffering=0))  # noqa: SIM115
         return write(file, data)
 
     chunks = (Chunk("x", (100, 100), (row, 0), torch.ones(1, 100)) for row in range(100))
-    with mock.patch.object(RecordedFile, "write", full), pytest.raises(OSError, match="No space left on device"):
+    with mock.patch.object(ChecksummedFile, "write", full), pytest.raises(OSError, match="No space left on device"):
         write_chunks(tmp_path, 0, chunks)
     assert threading.active_count() == num_threads
 

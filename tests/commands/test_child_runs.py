@@ -16,7 +16,7 @@ import pytest
 
 from fp8_megatron.checkpoint.files import iteration_folder, saved_iterations
 from fp8_megatron.checkpoint.manifest import problem_with, read_manifest
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 
 ROOT = Path(__file__).parents[2]
 #: Seconds. A busy machine starts a run in one minute.
@@ -29,7 +29,7 @@ TRAINING = ["--mock-data", "--num-workers", "1", *MODEL.split(), *STEPS.split()]
 #: Says that it lives, and what it was told. Without a parent to follow it ends by itself.
 FOLLOWER = """
 import os, signal, sys, time
-from fp8_megatron.commands.child_runs import follow_parent
+from fp8_megatron.commands.environment import follow_parent
 follow_parent()
 signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"told\\n"), sys.exit()))  # whole lines of two ranks
 os.write(1, b"lives\\n")
@@ -80,7 +80,7 @@ def test_a_run_is_told_that_its_parent_was_killed(tmp_path: Path) -> None:
     (tmp_path / "follower.py").write_text(FOLLOWER)
     parent = f"""
 import subprocess, sys
-from fp8_megatron.commands.child_runs import run_environment
+from fp8_megatron.commands.environment import run_environment
 subprocess.run([sys.executable, {str(tmp_path / "follower.py")!r}], env=run_environment())
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -112,7 +112,7 @@ def test_runs_of_parity_save_and_end_when_it_is_killed(num_ranks: int, num_below
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-m", "fp8_megatron.cli", "parity", *words, "--", *TRAINING]
     with started(program, env=environment) as (process, below):
-        trains = wait_until(lambda: metrics.exists() and len(read_records(metrics)) > 20, STARTED_WITHIN)
+        trains = wait_until(lambda: metrics.exists() and len(read_rows(metrics)) > 20, STARTED_WITHIN)
         below += psutil.Process(process.pid).children(recursive=True)
         assert trains and len(below) >= num_below
         process.kill()
@@ -122,14 +122,14 @@ def test_runs_of_parity_save_and_end_when_it_is_killed(num_ranks: int, num_below
     (saved,) = saved_iterations(checkpoints)
     last = iteration_folder(checkpoints, saved)
     assert [problem for one in read_manifest(last) if (problem := problem_with(last, one))] == []
-    assert saved == max(record["iteration"] for record in read_records(metrics))
+    assert saved == max(record["iteration"] for record in read_rows(metrics))
 
 
 def test_ranks_are_told_that_their_launcher_was_killed(tmp_path: Path) -> None:
     (tmp_path / "follower.py").write_text(FOLLOWER)
     launcher = (
-        "from fp8_megatron.commands.launch import Placement, run_ranks\n"
-        "run_ranks('follower', [], Placement(2, on_cpu=True))"
+        "from fp8_megatron.commands.launch import NodeRanks, run_ranks\n"
+        "run_ranks('follower', [], NodeRanks(2, on_cpu=True))"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     with started([sys.executable, "-c", launcher], stdout=subprocess.PIPE, env=environment) as (process, below):

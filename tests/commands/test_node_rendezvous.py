@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from fp8_megatron.commands import node_rendezvous
-from fp8_megatron.commands.launch import Placement
+from fp8_megatron.commands.launch import NodeRanks
 from fp8_megatron.commands.node_rendezvous import NodeRendezvous, create
 from tests.harness.listening import listening
 
@@ -107,7 +107,7 @@ def test_a_node_that_ended_for_good_is_not_waited_for() -> None:
         nodes[0].next_rendezvous()
 
 
-def _created(placement: Placement) -> NodeRendezvous:
+def _created(placement: NodeRanks) -> NodeRendezvous:
     """What torch's launcher makes of a placement."""
     config = placement.launch_config()
     nodes = {"min_nodes": config.min_nodes, "max_nodes": config.max_nodes}
@@ -116,17 +116,17 @@ def _created(placement: Placement) -> NodeRendezvous:
 
 def test_one_node_listens_at_the_loopback_interface_and_one_rank_nowhere() -> None:
     before = listening()
-    info = _created(Placement(2)).next_rendezvous()
+    info = _created(NodeRanks(2)).next_rendezvous()
     assert info.bootstrap_store_info is not None
     assert listening() - before == {("127.0.0.1", info.bootstrap_store_info.master_port)}
     before = listening()
-    alone = _created(Placement(1, max_restarts=3)).next_rendezvous()
+    alone = _created(NodeRanks(1, max_restarts=3)).next_rendezvous()
     assert (alone.rank, alone.world_size) == (0, 1) and listening() == before
 
 
 def test_the_first_of_several_nodes_listens_at_the_address_that_is_named() -> None:
     before = listening()
-    kept = _created(Placement(1, num_nodes=2, master_addr="127.0.0.9", master_port=29533))
+    kept = _created(NodeRanks(1, num_nodes=2, master_addr="127.0.0.9", master_port=29533))
     assert listening() - before == {("127.0.0.9", 29533)}
     del kept
 

@@ -16,11 +16,11 @@ import pytest
 
 from fp8_megatron.commands import parity, parity_runs
 from fp8_megatron.commands.parity_plan import check_levels, find_starts
-from fp8_megatron.commands.parity_runs import RESULTS_FILE, Results, Session
+from fp8_megatron.commands.parity_runs import RESULTS_FILE, Results, RunQueue
 from fp8_megatron.commands.pretrain_gpt import main as pretrain
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.errors import UserError
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, json_line, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, json_line, read_rows
 from fp8_megatron.reporting.parity import RunResult
 from tests.harness.parity import MODEL, TRAINING, plan_of
 
@@ -182,7 +182,7 @@ def test_every_level_continues_one_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert report["settings"][""]["continue_from"] == str(checkpoint)
     assert report["starts"] == {str(checkpoint).replace("{seed}", "7"): 10}
     bf16, fp8 = report["runs"]
-    records = read_records(tmp_path / "base" / METRICS_FILE)
+    records = read_rows(tmp_path / "base" / METRICS_FILE)
     losses = {r["iteration"]: r["loss"] for r in records if r["kind"] == "train"}
     assert [tuple(point) for point in bf16["training"]] == [(i, losses[i]) for i in range(11, 21)]
     assert [point[0] for point in fp8["validation"]] == [20] and fp8["steps_before"] == 10
@@ -284,7 +284,7 @@ def test_runs_of_two_ranks_train(tmp_path: Path) -> None:
     report = report_of(tmp_path)
     assert report["settings"][""]["ranks_per_run"] == 2 and [run["num_steps"] for run in report["runs"]] == [10, 10]
     for level in ("bf16", "O3"):
-        records = read_records(tmp_path / "out" / "runs" / f"{level}_seed_1" / METRICS_FILE)
+        records = read_rows(tmp_path / "out" / "runs" / f"{level}_seed_1" / METRICS_FILE)
         tokens = [r["tokens_per_second_per_gpu"] * r["step_seconds"] for r in records if r["kind"] == "train"]
         assert tokens == pytest.approx([8 * 32 / 2] * 10)  # of a rank, half of a step's
 
@@ -294,9 +294,9 @@ def test_calls_go_on_with_what_is_missing(
 ) -> None:
     """The first call ends after a second, when both of its runs have a checkpoint of about 8 of 20 steps."""
     checkpoints = tmp_path / "out" / "runs" / "O3_seed_1" / "checkpoints"
-    session_start = Session._start
+    session_start = RunQueue._start
 
-    def limited(self: Session, key: tuple[str, int], slot: str):  # type: ignore[no-untyped-def]
+    def limited(self: RunQueue, key: tuple[str, int], slot: str):  # type: ignore[no-untyped-def]
         started = session_start(self, key, slot)
         step = tmp_path / "out" / "runs" / f"{key[0]}_seed_{key[1]}" / "checkpoints" / "at"
         while not step.exists():  # whatever the start takes
@@ -305,7 +305,7 @@ def test_calls_go_on_with_what_is_missing(
         return started
 
     with monkeypatch.context() as first_call:
-        first_call.setattr(Session, "_start", limited)
+        first_call.setattr(RunQueue, "_start", limited)
         assert call(tmp_path, "--seeds", "1", "2") == 0
     printed = capsys.readouterr().out
     assert printed.count("not finished; the same command goes on") == 2 and "0 of 4 runs are finished" in printed
@@ -346,7 +346,7 @@ def test_two_calls_do_not_share_a_folder(
 SAVING_RUN = """
 import sys, time
 from pathlib import Path
-from fp8_megatron.checkpoint.run_identity import RunIdentity
+from fp8_megatron.checkpoint.run_lock import RunIdentity
 from fp8_megatron.checkpoint.run_lock import RunLock
 save = Path(sys.argv[1])
 lock = RunLock(save, RunIdentity.drawn())
@@ -392,34 +392,6 @@ def test_a_run_of_a_killed_call_saves_before_it_goes_on(
     assert [len(run["training"]) for run in report["runs"]] == [20, 20]
 
 
-def test_a_run_of_an_earlier_call_that_does_not_end(
-    tmp_path: Path, fake_runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(parity, "_WAIT_SECONDS", 1.0)
-    with run_of_a_killed_call(tmp_path / "out", 100.0) as run:
-        assert call(tmp_path) == 2
-        assert run.poll() is None
-    printed = capsys.readouterr()
-    said = f"bf16_seed_1/checkpoints, of a run that an earlier call started, is in use by process {run.pid} on "
-    assert said in printed.err and "; wait for its end, or end it" in printed.err
-    assert "starts" not in printed.out and "goes on" not in printed.out
-
-
-def test_the_settings_are_there_before_the_first_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """After a kill, unfinished runs do not go on with other settings."""
-
-    def killed(self: Session) -> None:
-        unfinished_run(tmp_path)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Session, "run", killed)
-    assert call(tmp_path) == 130
-    assert call(tmp_path, training=[*TRAINING, "--lr", "1e-5"]) == 2
-    assert "has runs with lr(0.0003), flags and files now say lr(1e-05)" in capsys.readouterr().err
-
-
 def test_a_failed_run_is_told_with_its_own_error(
     tmp_path: Path, fake_runs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -436,88 +408,20 @@ def test_a_failed_run_is_told_with_its_own_error(
         assert f"error: bf16, seed 1 ended with status 2: {told}\n" in capsys.readouterr().err
 
 
-def test_a_run_that_is_killed_before_it_has_saved_is_told(
-    tmp_path: Path, fake_runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each call may begin with it anew."""
-    fake_runs(
-        "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "pathlib.Path(sys.argv[sys.argv.index('--output-dir') + 1], 'ignores').touch()\n"
-        "time.sleep(60)"
-    )
-    monkeypatch.setattr(parity_runs, "SAVE_SECONDS", 1.0)
-    end = Session._end
-
-    def end_later(self: Session, running: list[Any]) -> None:
-        while len(list((tmp_path / "out").glob("runs/*/ignores"))) < 2:
-            time.sleep(0.1)
-        end(self, running)
-
-    monkeypatch.setattr(Session, "_end", end_later)
-    monkeypatch.setattr(parity, "SAVE_SECONDS", 40.0)
-    assert call(tmp_path, "--time-limit", "41") == 0
-    said = "bf16, seed 1: not finished; it had not ended 1 s after SIGTERM and was killed; the same command goes on"
-    assert said in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_the_exit_status_of_what_it_left_unfinished(
     number: signal.Signals, tmp_path: Path, fake_runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session_start = Session._start
+    session_start = RunQueue._start
 
-    def interrupted(self: Session, key: tuple[str, int], slot: str):  # type: ignore[no-untyped-def]
+    def interrupted(self: RunQueue, key: tuple[str, int], slot: str):  # type: ignore[no-untyped-def]
         signal.raise_signal(number)
         return session_start(self, key, slot)
 
     with monkeypatch.context() as first_call:
-        first_call.setattr(Session, "_start", interrupted)
+        first_call.setattr(RunQueue, "_start", interrupted)
         assert call(tmp_path) == 128 + number
     assert call(tmp_path) == 0
-
-
-def test_runs_are_no_ranks_of_the_launch_that_parity_is_in(
-    tmp_path: Path, fake_runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a container of a job of several nodes. A run would wait for the other ranks."""
-    launch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    launch |= {"TORCHELASTIC_RUN_ID": "x", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    for name, value in launch.items():
-        monkeypatch.setenv(name, value)
-    fake_runs(f"import os\nassert not {set(launch)} & set(os.environ)\n{QUICK_RUN}")
-    assert call(tmp_path) == 0
-
-
-def test_the_commit_is_that_of_this_project(
-    tmp_path: Path, fake_runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not that of the folder that the command is called in."""
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-C", str(tmp_path)]
-    subprocess.run([*git, "init", "--quiet"], check=True)
-    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "x"], check=True)
-    theirs = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    monkeypatch.chdir(tmp_path)
-    fake_runs(QUICK_RUN)
-    assert call(tmp_path) == 0
-    assert report_of(tmp_path)["commit"] != theirs
-
-
-@pytest.mark.parametrize("words", [[], ["--levels", "bf16", "a", "--own-levels", "a=--precision fp8 --config OWN"]])
-def test_a_file_that_changes_while_runs_train(
-    words: list[str], tmp_path: Path, fake_runs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Later runs would read it."""
-    file = tmp_path / "own.yaml"
-    file.write_text("weight_decay: 0.2")
-    fake_runs(f"{QUICK_RUN}\npathlib.Path({str(file)!r}).write_text('weight_decay: 0.3')")
-    levels = [word.replace("OWN", str(file)) for word in words]
-    training = TRAINING if words else [*TRAINING, "--config", str(file)]
-    for _ in range(2):  # a later call refuses it too
-        assert call(tmp_path, *levels, "--seeds", "1", "2", training=training) == 2
-        printed = capsys.readouterr()
-        assert "with weight_decay(0.2), flags and files now say weight_decay(0.3); give the same again" in printed.err
-        assert f"{'a' if words else 'bf16'}, seed 2: starts" not in printed.out
 
 
 def test_a_run_that_diverged_is_finished(
@@ -555,36 +459,3 @@ def test_a_run_that_training_ends_for_its_losses_is_finished(
     assert call(tmp_path, *words, training=[*TRAINING, "--max-skipped-steps", "3"]) == 1
     printed = capsys.readouterr()
     assert "starts" not in printed.out and "not finite: hot, seed 1\n" in printed.err
-
-
-def test_losses_of_an_earlier_comparison_are_no_result(
-    tmp_path: Path, fake_runs: Callable[[str], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its parity.json is removed, and the new runs fail before their first step."""
-    assert call(tmp_path) == 0
-    (tmp_path / "out" / RESULTS_FILE).unlink()
-    fake_runs("import sys; print('error: no such thing'); sys.exit(2)")
-    assert call(tmp_path, training=[*TRAINING, "--lr", "1e-5"]) == 1
-    assert report_of(tmp_path)["runs"] == []
-    older = tmp_path / "out" / "runs" / "O3_seed_1" / "metrics.1.jsonl"
-    assert len(read_records(older)) == 21  # nothing is lost
-
-
-def test_a_result_that_cannot_be_written_is_not_lost(
-    tmp_path: Path, fake_runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run's checkpoint stays, so that the next call reads the result without training. The run beside it saves."""
-    slow = FAKE_RUN.replace("sys.exit(0)", '(folder / "saved").touch(); sys.exit(0)')
-    fake_runs(slow.replace("time.sleep(0.1)", 'time.sleep(0.1 if "bf16" in str(folder) else 0.5)'))
-    write = Results.write
-
-    def full(self: Results) -> object:
-        if self.finished:
-            raise UserError("--output-dir: no space left on device")
-        return write(self)
-
-    monkeypatch.setattr(Results, "write", full)
-    assert call(tmp_path) == 2
-    runs = tmp_path / "out" / "runs"
-    assert (runs / "bf16_seed_1" / "checkpoints" / "at").read_text() == "20"
-    assert (runs / "O3_seed_1" / "saved").exists()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.checkpoint.manifest import write_file, write_manifest
-from fp8_megatron.commands.levels import LEVELS
 from fp8_megatron.commands.parity_plan import check_levels
+from fp8_megatron.commands.run_settings import LEVELS
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.command_line import setting_name, split_flags
 from fp8_megatron.config.io import parse_command_line, parse_config, save_config

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from fp8_megatron.commands import program
-from fp8_megatron.commands.error_log import logging_errors_in
-from fp8_megatron.commands.process_limits import check_process_limits
+from fp8_megatron.commands.error_report import logging_errors_in
+from fp8_megatron.commands.pretrain_gpt import check_process_limits
 from fp8_megatron.commands.program import LineFormatter, exit_status
 from fp8_megatron.errors import UserError
 from tests.harness.limits import files_limited_to
@@ -113,13 +113,6 @@ def test_the_log_is_beside_the_runs_files_and_keeps_what_it_had(
     assert (tmp_path / "run" / LOG).read_text().count("KeyError: 'first'") == 2 and not Path(LOG).exists()
 
 
-def test_a_developer_sees_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv(program.TRACEBACK_VARIABLE, "1")
-    assert exit_status(raising(UserError("mistake"))) == 2
-    told = capsys.readouterr().err
-    assert "Traceback (most recent call last)" in told and told.endswith("error: mistake\n")
-
-
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(raising(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == "interrupted\n"
@@ -149,19 +142,6 @@ def test_of_ranks_with_one_error_one_tells_it(tmp_path: Path) -> None:
     assert told[2].startswith("internal error on rank 2: ValueError: its own")
 
 
-def test_an_error_file_of_the_users_keeps_no_marks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A second run with the same error tells it too."""
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    for file in (tmp_path / "a" / "error.json", Path("error.json"), tmp_path / "none" / "b" / "error.json"):
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        for _ in range(2):
-            assert exit_status(raising(UserError("why"))) == 2
-            assert capsys.readouterr().err == "error: why\n"
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -176,7 +156,7 @@ def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
 
 def test_limits_of_the_shell_are_checked_before_the_work() -> None:
     code = (
-        "import resource; from fp8_megatron.commands.process_limits import check_process_limits\n"
+        "import resource; from fp8_megatron.commands.pretrain_gpt import check_process_limits\n"
         "resource.setrlimit(resource.{0}, ({1}, {2})); check_process_limits()\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

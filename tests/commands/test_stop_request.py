@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 _LAUNCHER = """
 import sys
-from fp8_megatron.commands.launch import Placement, run_ranks
-sys.exit(run_ranks("rank_program", [], Placement(2, on_cpu=True, max_restarts=2)))
+from fp8_megatron.commands.launch import NodeRanks, run_ranks
+sys.exit(run_ranks("rank_program", [], NodeRanks(2, on_cpu=True, max_restarts=2)))
 """
 #: Saves after it is told, as a rank does; a second SIGTERM would end it.
 _SAVING = """

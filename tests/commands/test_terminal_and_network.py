@@ -101,7 +101,7 @@ def test_a_run_of_one_node_listens_at_the_loopback_interface_alone(words: list[s
 def test_a_rank_that_waits_for_another_ends_with_its_launcher(tmp_path: Path) -> None:
     launcher = """
 import subprocess, sys
-from fp8_megatron.commands.child_runs import run_environment
+from fp8_megatron.commands.environment import run_environment
 place = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
 subprocess.run([sys.executable, "pretrain_gpt.py", *sys.argv[2:]], env=run_environment() | place)
 """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fp8_megatron.commands import launch, pretrain_gpt, train
-from fp8_megatron.commands.launch import Placement
+from fp8_megatron.commands.launch import NodeRanks
 from tests.harness.runs import tiny_flags
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The start that was requested: (placement, flags), or ("here", flags)."""
     starts: list[Any] = []
 
-    def run_ranks(module: str, words: list[str], placement: Placement, folder: Path | None) -> int:
+    def run_ranks(module: str, words: list[str], placement: NodeRanks, folder: Path | None) -> int:
         assert module == "fp8_megatron.commands.pretrain_gpt"
         starts.append((placement, words))
         return 0
@@ -42,17 +42,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("--gpus 1", [("here", [])]),
         ("--gpus 0", ["hidden", ("here", [])]),
         ("--cpu-ranks 1", ["hidden", ("here", [])]),
-        ("--gpus 4", [(Placement(4), [])]),
-        ("--cpu-ranks=2", [(Placement(2, on_cpu=True), [])]),
-        ("--cpu-ranks 2 --max-restarts 3", [(Placement(2, on_cpu=True, max_restarts=3), [])]),
-        ("--gpus 1 --restart", [(Placement(1, max_restarts=10), [])]),
+        ("--gpus 4", [(NodeRanks(4), [])]),
+        ("--cpu-ranks=2", [(NodeRanks(2, on_cpu=True), [])]),
+        ("--cpu-ranks 2 --max-restarts 3", [(NodeRanks(2, on_cpu=True, max_restarts=3), [])]),
+        ("--gpus 1 --restart", [(NodeRanks(1, max_restarts=10), [])]),
         (
             "--gpus 8 --nnodes 2 --node-rank 1 --master-addr node0 --master-port 1234",
-            [(Placement(8, num_nodes=2, node_rank=1, master_addr="node0", master_port=1234), [])],
+            [(NodeRanks(8, num_nodes=2, node_rank=1, master_addr="node0", master_port=1234), [])],
         ),
         (
             "--gpus 1 --nnodes 2 --master-addr node0",
-            [(Placement(1, num_nodes=2, node_rank=0, master_addr="node0"), [])],
+            [(NodeRanks(1, num_nodes=2, node_rank=0, master_addr="node0"), [])],
         ),
     ],
 )
@@ -126,19 +126,19 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    launch.check_gpus(Placement(2))
-    launch.check_gpus(Placement(4, on_cpu=True))
+    launch.check_gpus(NodeRanks(2))
+    launch.check_gpus(NodeRanks(4, on_cpu=True))
     with pytest.raises(ValueError, match="--gpus 4, but this node has 2; give --gpus 2"):
-        launch.check_gpus(Placement(4))
+        launch.check_gpus(NodeRanks(4))
 
 
 def test_torchs_launcher_is_told_of_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing by the environment, where torchrun would look for its flags too."""
     monkeypatch.setenv("PET_NNODES", "7")
     monkeypatch.setenv("PET_STANDALONE", "1")
-    one = Placement(3, max_restarts=2).launch_config()
+    one = NodeRanks(3, max_restarts=2).launch_config()
     assert (one.min_nodes, one.max_nodes, one.nproc_per_node, one.max_restarts) == (1, 1, 3, 2)
-    several = Placement(3, num_nodes=2, node_rank=1, master_addr="node0", master_port=7)
+    several = NodeRanks(3, num_nodes=2, node_rank=1, master_addr="node0", master_port=7)
     config = several.launch_config()
     assert (config.min_nodes, config.max_nodes, config.run_id) == (2, 2, "none") and several.world_size == 6
     place = {"node": 1, "world_size": 6, "address": "node0", "port": 7, "restarts": False}
@@ -149,7 +149,7 @@ def test_nodes_meet_under_the_name_of_the_slurm_job(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert launch.slurm_launch() == "42.2"
-    several = Placement(8, num_nodes=2, node_rank=1, master_addr="a", max_restarts=3, launch=launch.slurm_launch())
+    several = NodeRanks(8, num_nodes=2, node_rank=1, master_addr="a", max_restarts=3, launch=launch.slurm_launch())
     assert several.launch_config().run_id == "42.2" and several.launch_config().rdzv_configs["restarts"]
     monkeypatch.delenv("SLURM_JOB_ID")
     assert launch.slurm_launch() is None
@@ -172,8 +172,8 @@ def test_two_cpu_ranks_train(tmp_path: Path) -> None:
 
 def test_no_launcher_speaks() -> None:
     """The job's status is that of the rank that failed; stderr has what ranks print and one line."""
-    call = "run_ranks('tests.harness.ending_rank', ['2', 'error: why'], Placement(2, on_cpu=True))"
-    code = f"import sys; from fp8_megatron.commands.launch import Placement, run_ranks; sys.exit({call})"
+    call = "run_ranks('tests.harness.ending_rank', ['2', 'error: why'], NodeRanks(2, on_cpu=True))"
+    code = f"import sys; from fp8_megatron.commands.launch import NodeRanks, run_ranks; sys.exit({call})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: why\nrank 0 ended with exit status 2, and the job with it\n"

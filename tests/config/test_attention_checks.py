@@ -9,8 +9,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.config.model import ModelConfig
-from fp8_megatron.config.windows import layer_pattern, window_sizes
+from fp8_megatron.config.model import ModelConfig, layer_pattern, window_sizes
 
 MOCK = "--mock-data --vocab-size 512 "
 TEXT = "--data-path a --vocab-size 512 --tokenizer-type NullTokenizer --reset-attention-mask "

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from fp8_megatron.config.fields import FieldType, field_types
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.config.limits import FieldType, field_types
 from fp8_megatron.config.schema import Config
 
 FIELDS: dict[str, tuple[FieldType, object]] = {

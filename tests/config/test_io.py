@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from fp8_megatron.config.checks import ConfigError
+from fp8_megatron.config.fields import field_types
 from fp8_megatron.config.io import (
     format_changes,
     format_config,
@@ -23,7 +24,6 @@ from fp8_megatron.config.io import (
     save_config,
 )
 from fp8_megatron.config.learning_rate import LearningRateSchedule
-from fp8_megatron.config.limits import field_types
 from fp8_megatron.config.schema import (
     Config,
     DataConfig,

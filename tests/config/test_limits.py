@@ -13,8 +13,8 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.fields import Bound, FieldType, field_types, limit_problems
 from fp8_megatron.config.io import load_config, parse_config
-from fp8_megatron.config.limits import Bound, FieldType, field_types, limit_problems
 from fp8_megatron.config.schema import Config
 
 FIELDS: dict[str, tuple[str, FieldType]] = {

@@ -8,10 +8,9 @@ import pytest
 
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.command_line import setting_name
+from fp8_megatron.config.fields import FieldType, field_types
 from fp8_megatron.config.io import parse_command_line, parse_config
-from fp8_megatron.config.limits import FieldType, field_types
-from fp8_megatron.config.megatron_flags import Kind, Option, megatron_options, translate
-from fp8_megatron.config.megatron_precision import SWITCHES
+from fp8_megatron.config.megatron_flags import SWITCHES, Kind, Option, megatron_options, translate
 from fp8_megatron.config.schema import Config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
-from fp8_megatron.checkpoint.torch_dist_weights import TorchDistWeights
 from fp8_megatron.checkpoint.weights import (
     FC1,
     OUTPUT_LAYER,
     WORD_EMBEDDING,
     Repadded,
+    TorchDistWeights,
     WeightReader,
     places,
     weight_shapes,

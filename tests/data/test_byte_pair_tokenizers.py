@@ -7,7 +7,6 @@ from typing import Literal
 
 import pytest
 
-from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer, tokenizer_problems
 from fp8_megatron.data.transformers_tokenizer import HuggingFaceTokenizer
 
@@ -223,12 +222,6 @@ def test_bad_settings_of_each_kind_are_named(gpt2_files, tiktoken_file, tokenize
     assert ignored.startswith(
         "tokenizer_special_tokens(<x>) has no effect under tokenizer_type(SentencePieceTokenizer)"
     )
-
-
-def test_the_default_kind_follows_the_files_that_are_given():
-    assert DataConfig().tokenizer_kind == "SentencePieceTokenizer"
-    assert DataConfig(vocab_file="v", merge_file="m").tokenizer_kind == "GPT2BPETokenizer"
-    assert DataConfig(tokenizer_type="NullTokenizer", vocab_file="v").tokenizer_kind == "NullTokenizer"
 
 
 def test_a_null_tokenizer_may_end_documents_with_another_id():

@@ -23,14 +23,14 @@ TOKENS = torch.tensor([[9, 1, 2, 9, 9, 3], [1, 2, 3, 4, 5, 6], [1, 9, 2, 3, 4, 9
 
 def test_a_document_ends_with_its_token_and_with_its_sequence() -> None:
     assert DocumentBounds(EOD).of(TOKENS).tolist() == [0, 1, 4, 5, 6, 12, 14, 18]
-    padded = DocumentBounds(EOD, room=9).of(TOKENS)
+    padded = DocumentBounds(EOD, capacity=9).of(TOKENS)
     assert padded.tolist() == [0, 1, 4, 5, 6, 12, 14, 18, 18, 18] and padded.dtype == torch.int32
 
 
 def test_more_documents_than_room_are_an_error() -> None:
-    assert DocumentBounds(EOD, room=7).of(TOKENS).tolist() == [0, 1, 4, 5, 6, 12, 14, 18]
+    assert DocumentBounds(EOD, capacity=7).of(TOKENS).tolist() == [0, 1, 4, 5, 6, 12, 14, 18]
     with pytest.raises(UserError, match=r"has 7 documents, .* has room for 6, .*token 9 ends .*--cuda-graph-impl none"):
-        DocumentBounds(EOD, room=6).of(TOKENS)
+        DocumentBounds(EOD, capacity=6).of(TOKENS)
 
 
 def test_no_sample_has_more_documents_than_its_index_says(tmp_path: Path) -> None:
@@ -52,12 +52,12 @@ def test_no_sample_has_more_documents_than_its_index_says(tmp_path: Path) -> Non
         most = max(len(DocumentBounds(EOD).of(sample[None])) - 1 for sample in samples)
         found[words] = most_documents(dataset)
         assert most <= found[words] <= most + 2
-        DocumentBounds(EOD, room=60 * found[words]).of(samples)
+        DocumentBounds(EOD, capacity=60 * found[words]).of(samples)
     assert found["a",] < found["b",] == max(found.values())
 
 
 @pytest.mark.parametrize("part", [None, SequencePart(1, 3)])
-@pytest.mark.parametrize("documents", [None, DocumentBounds(EOD, room=8)])
+@pytest.mark.parametrize("documents", [None, DocumentBounds(EOD, capacity=8)])
 def test_batches_have_their_documents(documents: DocumentBounds | None, part: SequencePart | None) -> None:
     """Of whole sequences, where ranks share them too."""
     zeros = torch.zeros(6)

@@ -64,27 +64,6 @@ def test_linked_to_the_systems_it_runs_the_bundled(home: Path, folder: str) -> N
     assert "CUDNN_HOME" not in cudnn.users_environment() and "PATH" in cudnn.users_environment()
 
 
-def test_a_program_that_this_one_starts_loads_it_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that the parent has set are not taken for the user's."""
-    library = _broken_bundled(home)
-    loaded: list[str] = []
-    monkeypatch.setattr(cudnn.ctypes, "CDLL", loaded.append)
-    for _ in range(2):
-        cudnn.load_bundled()
-        assert loaded == [str(library)]
-        loaded.clear()
-        monkeypatch.setattr(cudnn, "_home", None)
-
-
-@pytest.mark.parametrize("name", cudnn.VARIABLES)
-def test_what_the_user_names_stays(home: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    _broken_bundled(home)
-    monkeypatch.setenv(name, "/opt/cudnn")
-    cudnn.load_bundled()
-    assert {n: os.environ[n] for n in cudnn.VARIABLES if n in os.environ} == {name: "/opt/cudnn"}
-    assert cudnn.fix() == f"unset {name}(/opt/cudnn)" and cudnn.users_environment() == dict(os.environ)
-
-
 @pytest.mark.parametrize("missing", ["nvidia", "transformer_engine"])
 def test_does_nothing_without_either(home: Path, missing: str) -> None:
     if missing == "transformer_engine":
@@ -99,28 +78,3 @@ def test_a_library_that_cannot_be_loaded_is_passed_over(home: Path) -> None:
     cudnn.load_bundled()
     assert os.environ["CUDNN_HOME"] == str(home / "nvidia" / "cudnn")
     assert cudnn.fix() == "take the other cuDNN out of LD_LIBRARY_PATH"
-
-
-@pytest.mark.parametrize(
-    ("version", "seq_length", "expected"),
-    [
-        (91400, 1000, False),
-        (91400, 1024, True),
-        (91501, 1000, True),
-        (None, 1000, True),
-        ("mixed", 1000, False),
-        ("mixed", 2048, True),
-    ],
-)
-def test_records(monkeypatch: pytest.MonkeyPatch, version: int | str | None, seq_length: int, expected: bool) -> None:
-    def loaded() -> int | str | None:
-        if version == "mixed":
-            raise RuntimeError(
-                "PyTorch was compiled against (9, 19, 0) but found (9, 14, 0). PyTorch comes with cuDNN."
-            )
-        return version
-
-    monkeypatch.setattr(torch.backends.cudnn, "version", loaded)
-    assert cudnn.can_record(seq_length) == expected
-    of_mixed = "PyTorch was compiled against (9, 19, 0) but found (9, 14, 0)"
-    assert cudnn.problem() == (of_mixed if version == "mixed" else None)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from fp8_megatron.data.splits import process_group
-from fp8_megatron.device import rendezvous
 from fp8_megatron.device.rendezvous import fresh_store, is_loopback, listening_store, process_group_arguments
 from fp8_megatron.errors import UserError
 from tests.harness.listening import listening
@@ -67,16 +66,6 @@ def test_ranks_that_do_not_come_are_named() -> None:
         fresh_store(torch.distributed.HashStore(), 1, 2, SOON)
 
 
-def test_a_late_rank_is_told_of_before_the_limit(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.1)
-    store = torch.distributed.HashStore()
-    with caplog.at_level(logging.WARNING):
-        assert len(set(_attempt(store, late=2))) == 1
-    assert [record.message for record in caplog.records] == ["waiting for rank 2 of WORLD_SIZE=3, for at most 0:00:20"]
-
-
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -126,52 +115,6 @@ def test_a_single_rank_opens_no_store(place: dict[str, str], monkeypatch: pytest
     arguments = process_group_arguments(TIMEOUT)
     assert isinstance(arguments["store"], torch.distributed.HashStore) and listening() == before
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-
-
-def test_interfaces_that_the_user_names_stay_and_those_of_several_nodes_are_not_chosen(
-    place: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    _meet(TIMEOUT)
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "=lo")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    monkeypatch.setenv("MASTER_ADDR", socket.gethostname())
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
-    _meet(TIMEOUT)
-    assert "GLOO_SOCKET_IFNAME" not in os.environ and "NCCL_SOCKET_IFNAME" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("rank", "address", "said"),
-    [
-        ("0", "127.0.0.1", "another process has this port; give another MASTER_PORT, the same to every rank"),
-        ("0", "no.such.name.invalid", "rank 0 cannot listen there"),
-        ("1", "127.0.0.2", "rank 1 lost or never reached the store there"),
-    ],
-)
-def test_a_place_where_nobody_can_meet_is_one_line(
-    rank: str, address: str, said: str, place: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("MASTER_ADDR", address)
-    with socket.create_server(("127.0.0.1", int(place["MASTER_PORT"]))), pytest.raises(UserError) as told:
-        process_group_arguments(timedelta(seconds=1))
-    variables = f"the environment variables MASTER_ADDR={address} and MASTER_PORT={place['MASTER_PORT']}: "
-    assert str(told.value).startswith(variables) and said in str(told.value) and "\n" not in str(told.value)
-
-
-def test_ranks_of_a_launcher_that_is_gone_do_not_wait_for_the_timeout(
-    place: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A launcher opens its store before it starts ranks."""
-    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.5)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    start = time.monotonic()
-    with pytest.raises(UserError, match="rank 0 lost or never reached the store there"):
-        process_group_arguments(timedelta(minutes=10))
-    assert time.monotonic() - start < 15
 
 
 def test_a_name_of_no_interface_listens_at_all_of_them_and_says_so(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.device import variables
-from fp8_megatron.device.variables import check_variables, number
+from fp8_megatron.device.variables import check_variables
 from fp8_megatron.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -85,16 +85,6 @@ def test_right_values_pass(right: dict[str, str]) -> None:
 
 def test_what_only_gpus_read_is_not_checked_elsewhere() -> None:
     check_variables({"NCCL_SOCKET_IFNAME": "eth77"})
-
-
-def test_a_number_is_read_through_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert number("LOCAL_WORLD_SIZE", 7) == 7
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
-    assert number("LOCAL_WORLD_SIZE", 7) == 12
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "x")
-    with pytest.raises(UserError, match="LOCAL_WORLD_SIZE=x is not"):
-        number("LOCAL_WORLD_SIZE", 7)
 
 
 def test_no_number_is_read_around_the_table() -> None:

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.fields import FieldType, field_types
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.config.limits import FieldType, field_types
 from fp8_megatron.config.schema import Config
 from tests.harness.runs import TINY_RUN, tiny_flags
 

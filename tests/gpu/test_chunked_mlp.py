@@ -11,7 +11,7 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.quantization.operand import Format, quantize
 from fp8_megatron.quantization.weight_grad import WeightGradSum
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
 
@@ -30,7 +30,7 @@ def records(output_dir: Path, **overrides: object) -> list[dict]:
     """Of every step of a run on random tokens, two micro-batches a step."""
     settings = {**MODEL, "global_batch_size": 8, "train_iters": 12, **overrides}
     Trainer(parse_config(tiny_flags(output_dir, **settings))).fit()
-    return [record for record in read_records(output_dir / METRICS_FILE) if record["kind"] == "train"]
+    return [record for record in read_rows(output_dir / METRICS_FILE) if record["kind"] == "train"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
@@ -31,7 +31,7 @@ def losses(output_dir: Path, **overrides: object) -> list[float]:
     """Of every step of a run on random tokens, two micro-batches a step."""
     settings = {**MODEL, "global_batch_size": 8, "train_iters": 12, **overrides}
     Trainer(parse_config(tiny_flags(output_dir, **settings))).fit()
-    return [r["loss"] for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
+    return [r["loss"] for r in read_rows(output_dir / METRICS_FILE) if r["kind"] == "train"]
 
 
 @pytest.mark.parametrize(

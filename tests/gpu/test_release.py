@@ -11,7 +11,7 @@ import torch
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.sharding.partition import StorageClass
 from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
@@ -31,7 +31,7 @@ RELEASE = {"release_gradients": True}
 def losses(output_dir: Path, **overrides: object) -> list[float]:
     """Of every step of a run on random tokens."""
     Trainer(parse_config(tiny_flags(output_dir, **{**MODEL, **overrides}))).fit()
-    return [r["loss"] for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
+    return [r["loss"] for r in read_rows(output_dir / METRICS_FILE) if r["kind"] == "train"]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.device import memory as device_memory
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training import graph_choice
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.chat_tokenizer import save_chat_tokenizer, talk, write_lines
@@ -40,12 +40,12 @@ def fit(output_dir: Path, **overrides: object) -> list[dict]:
     """The metrics of a run on random tokens, without times."""
     Trainer(parse_config(tiny_flags(output_dir, **{**MODEL, **overrides}))).fit()
     kept = ("kind", "iteration", "loss", "grad_norm", "loss_scale")
-    return [{name: record.get(name) for name in kept} for record in read_records(output_dir / METRICS_FILE)]
+    return [{name: record.get(name) for name in kept} for record in read_rows(output_dir / METRICS_FILE)]
 
 
 def underflow(output_dir: Path) -> dict[int, float]:
     """Measured underflow by step."""
-    records = [record for record in read_records(output_dir / METRICS_FILE) if record["kind"] == "train"]
+    records = [record for record in read_rows(output_dir / METRICS_FILE) if record["kind"] == "train"]
     return {
         r["iteration"]: r["grad_underflow_fraction"] for r in records if r.get("grad_underflow_fraction") is not None
     }
@@ -123,17 +123,17 @@ def test_recorded_steps_with_conversations_train_bit_for_bit(tmp_path: Path) -> 
     assert losses[-1] < losses[0] - 1.0
 
 
-@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("has_memory", [True, False])
 def test_by_default_small_layers_are_recorded_where_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_room: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_memory: bool
 ) -> None:
-    if not has_room:
-        monkeypatch.setattr(graph_choice, "_ROOM_FACTOR", 1e9)
+    if not has_memory:
+        monkeypatch.setattr(graph_choice, "_MEMORY_FACTOR", 1e9)
     with caplog.at_level("INFO", logger="fp8_megatron"):
         measured = fit(tmp_path / "default")
     assert "steps are recorded as a CUDA graph: a layer has 0.0 TFLOP" in caplog.text
-    assert ("recorded a step as a CUDA graph in" in caplog.text) == has_room
-    assert ("steps are not recorded as a CUDA graph: " in caplog.text) == (not has_room)
+    assert ("recorded a step as a CUDA graph in" in caplog.text) == has_memory
+    assert ("steps are not recorded as a CUDA graph: " in caplog.text) == (not has_memory)
     assert measured == fit(tmp_path / "python", **PYTHON)
 
 
@@ -167,6 +167,6 @@ def test_holds_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         torch.cuda.reset_peak_memory_stats()
         monkeypatch.setattr(device_memory, "_earlier_peak_gib", 0.0)
         Trainer(parse_config(tiny_flags(tmp_path / name, **{**MODEL, **settings, **graph}))).fit()
-        records = [r for r in read_records(tmp_path / name / METRICS_FILE) if r["kind"] == "train"]
+        records = [r for r in read_rows(tmp_path / name / METRICS_FILE) if r["kind"] == "train"]
         peaks[name] = records[-1]["peak_memory_gib"]
     assert peaks["graph"] < 1.15 * peaks["python"], peaks

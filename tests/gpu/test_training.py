@@ -11,7 +11,7 @@ import torch
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.errors import UserError
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.sharding.partition import StorageClass
 from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
@@ -31,7 +31,7 @@ FP8_ATTENTION = {"fp8_recipe": "delayed", "fp8_dot_product_attention": True, "kv
 def fit(output_dir: Path, **overrides: object) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step of a run on random tokens."""
     Trainer(parse_config(tiny_flags(output_dir, **{**GPU_RUN, **overrides}))).fit()
-    return [(r["loss"], r["grad_norm"]) for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
+    return [(r["loss"], r["grad_norm"]) for r in read_rows(output_dir / METRICS_FILE) if r["kind"] == "train"]
 
 
 def test_a_model_beyond_the_gpu_is_refused_before_it_is_built(tmp_path: Path) -> None:

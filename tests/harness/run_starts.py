@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fp8_megatron.checkpoint.files import MANIFEST, META, TRACKER, iteration_folder
-from fp8_megatron.checkpoint.run_identity import LAUNCH, RUN
+from fp8_megatron.checkpoint.run_lock import LAUNCH, RUN
 
 #: The name of a run.
 A_RUN = "a" * 16

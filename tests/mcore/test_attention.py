@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -82,36 +80,6 @@ def test_refuses_other_masks() -> None:
         make_attention(AttnMaskType.padding)
 
 
-def _backend_flags() -> tuple[object, ...]:
-    cuda = torch.backends.cuda
-    enabled = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled)
-    return *(is_enabled() for is_enabled in enabled), tuple(torch._C._get_sdp_priority_order())
-
-
-def test_backends_are_said_once_for_a_run_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = [torch.randn(SEQ, BATCH, HEADS, HEAD_DIM) for _ in range(3)]
-    said: list[object] = []
-    spoken = attention.sdpa_kernel
-
-    def spy(*args: object, **kwargs: object) -> object:
-        said.append(args[0])
-        return spoken(*args, **kwargs)
-
-    monkeypatch.setattr(attention, "sdpa_kernel", spy)
-    auto, math_only = make_attention(), make_attention(backend="math")
-    before = _backend_flags()
-    with pytest.raises(KeyboardInterrupt), attention.preferring_backends("auto"):
-        inside = _backend_flags()
-        values = [auto(*operands) for _ in range(3)]
-        assert said == [auto.backends]
-        other = math_only(*operands)
-        assert said == [auto.backends, math_only.backends] and _backend_flags() == inside
-        raise KeyboardInterrupt
-    assert _backend_flags() == before
-    assert torch.equal(auto(*operands), values[0]) and said[2:] == [auto.backends]
-    torch.testing.assert_close(other, values[0])
-
-
 def _without_cudnn(monkeypatch: pytest.MonkeyPatch, problem: str | None = None) -> None:
     """A cuDNN that is wrong in a CUDA graph for some sequences."""
     monkeypatch.setattr(attention.cudnn, "can_record", lambda seq_length: seq_length % 128 == 0)
@@ -158,26 +126,3 @@ def test_cudnn_alone_is_refused_where_it_cannot_be_recorded(monkeypatch: pytest.
     assert attention.may_use_cudnn("cudnn", 1000, recorded=False, device=torch.device("cuda"))
     with pytest.raises(UnsupportedDeviceError, match="--attention-backend cudnn needs a GPU, and there is none here"):
         attention.may_use_cudnn("cudnn", 1024, recorded=False, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("backend", "width", "deterministic", "kernel"),
-    [
-        ("auto", 128, False, "cudnn"),
-        ("cudnn", 64, False, "cudnn"),
-        ("auto", 256, False, "flash"),
-        ("flash", 64, False, "flash"),
-        ("auto", 128, True, "flash"),
-        ("math", 64, False, "dense"),
-    ],
-)
-def test_blocks_of_shared_sequences_have_a_kernel(
-    backend: str, width: int, deterministic: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU; a CPU runs the dense specification."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    of_layer = SimpleNamespace(backends=attention._BACKENDS[backend])
-    choose: Any = CoreAttention._block_kernel
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), shape=(8, 1, 4, width))
-    assert choose(of_layer, on_gpu) == kernel
-    assert choose(of_layer, torch.empty(8, 1, 4, width)) == "dense"

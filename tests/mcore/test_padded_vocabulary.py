@@ -15,7 +15,7 @@ from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
 from tests.harness.runs import tiny_flags
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def _first_loss(output_dir: Path, overrides: dict) -> float:
     Trainer(parse_config(tiny_flags(output_dir, train_iters=1, **overrides))).fit()
-    (record,) = [record for record in read_records(output_dir / METRICS_FILE) if record["kind"] == "train"]
+    (record,) = [record for record in read_rows(output_dir / METRICS_FILE) if record["kind"] == "train"]
     return record["loss"]
 
 

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from fp8_megatron.config.schema import ModelConfig, PrecisionConfig, TrainingConfig
 from fp8_megatron.mcore.attention import CoreAttention
-from fp8_megatron.mcore.rope import rotary_table, tell_yarn
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.self_attention import RotarySelfAttention
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.mcore.transformer_config import transformer_config
+from fp8_megatron.mcore.transformer_config import rotary_table, tell_yarn, transformer_config
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import LLAMA_STYLE, tiny_config
 

@@ -10,7 +10,7 @@ import torch
 
 from fp8_megatron.config.precision import Precision
 from fp8_megatron.config.schema import ParallelConfig
-from fp8_megatron.mcore.transports import needs_launch_order, share_rows, transport_choice
+from fp8_megatron.mcore.topology import needs_launch_order, share_rows, transport_choice
 from fp8_megatron.sharding import transport
 
 TP2 = {"tensor_model_parallel_size": 2}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from tests.harness.runs import GPU_RUN, tiny_flags
 
 pytestmark = [
@@ -49,7 +49,7 @@ def losses(output_dir: Path, num_gpus: int, **overrides: object) -> list[float]:
     root = Path(pretrain_gpt.__file__).parent
     environment = {**os.environ, "OMP_NUM_THREADS": "4"}
     subprocess.run([*command, "pretrain_gpt.py", *flags], cwd=root, env=environment, check=True, timeout=300)
-    return [r["loss"] for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
+    return [r["loss"] for r in read_rows(output_dir / METRICS_FILE) if r["kind"] == "train"]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
-from fp8_megatron.device.host_copy import Mark
+from fp8_megatron.device.memory import Mark
 from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.initialization import named_quantizers_of_model
 from fp8_megatron.mcore.runtime import runtime, seed_everything

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8_megatron.commands.levels import LEVELS
+from fp8_megatron.commands.run_settings import LEVELS
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
 from fp8_megatron.planning.activations import layer_bytes_per_token, predict_host_bytes, predict_peak

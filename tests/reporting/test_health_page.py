@@ -17,9 +17,8 @@ import pytest
 from fp8_megatron.cli import main
 from fp8_megatron.reporting import health_page
 from fp8_megatron.reporting.cast_statistics import CastName, CastStatistics, HealthSample
-from fp8_megatron.reporting.health_file import HEALTH_FILE, QUANTITIES, ROLES
 from fp8_megatron.reporting.health_page import page_data, render
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, json_line
+from fp8_megatron.reporting.metrics_file import HEALTH_FILE, METRICS_FILE, QUANTITIES, ROLES, json_line
 
 LAYERS = [f"decoder.layers.{n}.{name}" for n in range(3) for name in ("self_attention.linear_qkv", "mlp.linear_fc2")]
 #: What saturates in the last samples of the run.
@@ -56,7 +55,7 @@ def run(tmp_path: Path) -> Path:
     with (folder / HEALTH_FILE).open("w") as stream:
         for step in (10, 20, 30, 40):
             casts = tuple(cast(layer, role, step) for layer in LAYERS for role in ROLES)
-            stream.write(json_line(HealthSample(step, casts).record()))
+            stream.write(json_line(HealthSample(step, casts).row()))
         stream.write('{"kind": "health", "iteration": 41, "layers": []}\n[1, 2')
     events = [
         {"time": "2026-01-01T00:00:00.000+00:00", "iteration": 0, "kind": "start", "text": "training starts"},

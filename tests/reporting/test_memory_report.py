@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.reporting.memory_report import MemoryByKind, StorageBytes, bf16_bytes, memory_table
 
@@ -57,12 +55,3 @@ def test_released_gradients_are_called_so() -> None:
     table = memory_table(MemoryByKind(replace(O3, gradients=0), bf16_bytes(NUM_REST)), LEVELS["O3"])
     assert row(table, "gradients")[1:4] == ["released", "0.000", "4.000"]
     assert row(table, "total")[2] == "6.031"
-
-
-def test_text_needs_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    table = memory_table(MemoryByKind(O3, bf16_bytes(NUM_REST)), LEVELS["O3"], level="fp8 O3")
-    assert "\x1b" not in table
-    assert "fp8 O3" in table.splitlines()[0]
-    assert row(table, "second moment")[-1] == "1.83x"  # 4.4 GB over 2.4: no column was cut off

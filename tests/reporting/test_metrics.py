@@ -19,7 +19,7 @@ import pytest
 from fp8_megatron.config.batch_schedule import BatchSchedule
 from fp8_megatron.config.schema import LoggingConfig
 from fp8_megatron.reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics, step_line
-from fp8_megatron.reporting.metrics_file import read_records
+from fp8_megatron.reporting.metrics_file import read_rows
 from tests.harness.limits import files_limited_to
 
 QUIET = LoggingConfig(log_interval=10, tensorboard=False, progress="off")
@@ -118,7 +118,7 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
         for iteration in (5, 6):
             metrics_logger.log_step(step(iteration, loss=2.0))
         summary = metrics_logger.summary()
-    assert [r["loss"] for r in read_records(path) if r["kind"] == "train"] == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+    assert [r["loss"] for r in read_rows(path) if r["kind"] == "train"] == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
     assert "6 of 300 (2 in this session, resumed at 4)" in summary
     assert "1.3333 (mean of the last 6 steps)" in summary
@@ -130,7 +130,7 @@ def test_a_run_from_scratch_sets_the_older_file_aside(tmp_path: Path) -> None:
     for loss in (1.0, 2.0, 3.0):
         with open_logger(tmp_path) as metrics_logger:
             metrics_logger.log_step(step(1, loss=loss))
-    losses = {p.name: read_records(p)[0]["loss"] for p in tmp_path.iterdir()}
+    losses = {p.name: read_rows(p)[0]["loss"] for p in tmp_path.iterdir()}
     assert losses == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
 
 
@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_whole_lines(has_room_again: bool, tmp_path: Path, ca
             for iteration in (2, 3):
                 metrics_logger.log_step(step(iteration))
             metrics_logger.log_eval(EvalMetrics.from_loss(3, "valid", 2.0))
-            assert [record["iteration"] for record in read_records(path)] == [1, 3]
+            assert [record["iteration"] for record in read_rows(path)] == [1, 3]
             if not has_room_again:
                 metrics_logger.log_step(step(4))
         if has_room_again:
@@ -320,7 +320,7 @@ def test_tensorboard_that_cannot_start_is_a_warning(tmp_path: Path, caplog: pyte
         metrics_logger.log_step(step(1))
         summary = metrics_logger.summary()
     assert caplog.text.count("tfevents") == 1 and f"({tmp_path / 'tensorboard'}: File exists" in caplog.text
-    assert len(read_records(tmp_path / "metrics.jsonl")) == 1
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
     assert "metrics.jsonl" in summary and str(tmp_path / "tensorboard") not in summary
 
 
@@ -354,7 +354,7 @@ def test_wandb_that_cannot_start_is_a_warning(
     with open_logger(tmp_path, replace(QUIET, wandb_project="llm")) as metrics_logger:
         metrics_logger.log_step(step(1))
     assert "project llm failed with ConnectionError: no route to host" in caplog.text
-    assert len(read_records(tmp_path / "metrics.jsonl")) == 1
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +404,7 @@ def test_wandb_run_is_continued_on_resume_and_may_break(
         "W&B is not written (disk full at 4); the run goes on",
         "W&B is not complete: 3 writes failed",
     ]
-    assert len(read_records(tmp_path / "metrics.jsonl")) == 2
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 2
 
 
 def test_progress_bar_leaves_log_lines_whole(
@@ -458,8 +458,8 @@ def test_damaged_lines_are_left_out_with_a_warning(tmp_path: Path, caplog: pytes
     lines += [b"[" * 100_000, b'{"kind": "train", "iteration": 1, "loss": 2.0, "x": "\xff"}', b"1" * 5000]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
-    assert read_records(path) == good
+    assert read_rows(path) == good
     assert "13 lines are no records of a step or a validation; they are left out" in caplog.text
     with open_logger(tmp_path, resume_iteration=2) as metrics_logger:
         metrics_logger.log_step(step(3))
-    assert [record["iteration"] for record in read_records(path)] == [1, 2, 2, 3]
+    assert [record["iteration"] for record in read_rows(path)] == [1, 2, 2, 3]

@@ -187,7 +187,7 @@ def test_a_record_without_a_count_is_named(tmp_path: Path, tokens: object) -> No
     path = write_run(tmp_path / "run", [3.0, 2.0])
     with path.open("a") as stream:
         stream.write(json.dumps({"kind": "train", "iteration": 3, "loss": 1.0, "consumed_tokens": tokens}) + "\n")
-    message = re.escape(f"{path}: the record of iteration 3 has consumed_tokens({tokens!r}), not a count from 1")
+    message = re.escape(f"{path}: the row of iteration 3 has consumed_tokens({tokens!r}), not a count from 1")
     with pytest.raises(ValueError, match=message):
         read_losses(path)
 

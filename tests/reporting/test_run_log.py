@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,8 @@ from fp8_megatron.reporting.run_log import (
     event,
     events_of_run,
     last_run,
+    logging_events,
     read_events,
-    recording,
 )
 
 logger = logging.getLogger("fp8_megatron.some.module")
@@ -30,7 +28,7 @@ def log_everything(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_marked_line_is_an_event_with_time_step_and_the_console_text(tmp_path: Path) -> None:
-    with recording(tmp_path, is_writer=True) as log:
+    with logging_events(tmp_path, is_writer=True) as log:
         assert log is not None
         log.iteration = 7
         logger.info("saved %s", "x", extra=event(EventKind.SAVE, seconds=1.5))
@@ -54,29 +52,9 @@ def test_a_torn_last_line_is_left_out_and_ended_by_the_next_writer(tmp_path: Pat
     assert path.read_text().count("\n") == 3
 
 
-def test_a_line_cut_by_a_full_disk_spoils_no_later_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    write = os.write
-
-    def write_10_bytes(descriptor: int, data: memoryview) -> int:
-        if len(data) < 60:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, data[:10])
-
-    with recording(tmp_path, is_writer=True):
-        monkeypatch.setattr(os, "write", write_10_bytes)
-        logger.info("first", extra=event(EventKind.SAVE))
-        logger.info("second", extra=event(EventKind.SAVE))
-        monkeypatch.setattr(os, "write", write)
-        logger.info("third", extra=event(EventKind.SAVE))
-    assert [found["text"] for found in read_events(tmp_path / EVENTS_FILE)] == ["third"]
-    assert sum("is not written" in message for message in caplog.messages) == 1
-
-
 def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    with recording(tmp_path / "file" / "below", is_writer=True):
+    with logging_events(tmp_path / "file" / "below", is_writer=True):
         logger.info("first", extra=event(EventKind.SAVE))
     add_event(tmp_path / "file" / "below", EventKind.STOP, "the end", iteration=1)
     assert sum("events.jsonl" in message for message in caplog.messages) == 2
@@ -93,7 +71,7 @@ def test_what_is_no_event_is_left_out(tmp_path: Path) -> None:
 def test_events_belong_to_runs(tmp_path: Path) -> None:
     """Two runs take turns in one file. A lost rank's last words name only its launch."""
     for run, launch, text in (("a", "1", "one"), ("b", "2", "two"), ("a", "3", "three")):
-        with recording(tmp_path, is_writer=True, run=run, launch=launch):
+        with logging_events(tmp_path, is_writer=True, run=run, launch=launch):
             logger.info("%s", text, extra=event(EventKind.RESUME))
     add_event(tmp_path, EventKind.FAULT, "lost", iteration=1, launch="2")
     add_event(tmp_path, EventKind.GIVE_UP, "the end", iteration=1)

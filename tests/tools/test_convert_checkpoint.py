@@ -21,8 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 
 from fp8_megatron.checkpoint.saved_run import SavedRun
-from fp8_megatron.checkpoint.torch_dist_weights import TorchDistWeights
-from fp8_megatron.checkpoint.weights import module_name, places
+from fp8_megatron.checkpoint.weights import TorchDistWeights, module_name, places
 from fp8_megatron.commands import convert_checkpoint
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import load_config, parse_config, save_config

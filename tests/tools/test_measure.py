@@ -20,15 +20,6 @@ def commands_of(part: str, folder: Path, *, with_peer: bool = False) -> list[lis
 
 
 @pytest.mark.parametrize("part", list(PARTS))
-def test_a_part_writes_into_its_folder(part: str, tmp_path: Path) -> None:
-    scripts = {path.name for folder in ("benchmarks", "examples") for path in (ROOT / folder).glob("*.py")}
-    for command in commands_of(part, tmp_path):
-        assert command[0] == sys.executable
-        assert sum(Path(word).name in scripts and (ROOT / word).is_file() for word in command) == 1
-        assert any(word.startswith(str(tmp_path)) for word in command)
-
-
-@pytest.mark.parametrize("part", list(PARTS))
 def test_every_run_is_a_valid_configuration(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for command in commands_of(part, tmp_path):

@@ -10,8 +10,7 @@ import pytest
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.cast_statistics import CastName, CastStatistics, HealthSample
-from fp8_megatron.reporting.health_file import HEALTH_FILE
-from fp8_megatron.reporting.metrics_file import METRICS_FILE
+from fp8_megatron.reporting.metrics_file import HEALTH_FILE, METRICS_FILE
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
 from tests.harness.runs import tiny_flags

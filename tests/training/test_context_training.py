@@ -9,7 +9,7 @@ import pytest
 from fp8_megatron.checkpoint.description import read_description
 from fp8_megatron.checkpoint.files import iteration_folder
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
 from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
@@ -45,7 +45,7 @@ def test_it_trains_as_one_rank(ranks: RankPool, tmp_path: Path, num_ranks: int) 
     """
     ranks.run(_fit, tmp_path / "one", 1, num_ranks=1)
     ranks.run(_fit, tmp_path / "shared", 2, num_ranks=num_ranks)
-    one, shared = (read_records(tmp_path / name / METRICS_FILE) for name in ("one", "shared"))
+    one, shared = (read_rows(tmp_path / name / METRICS_FILE) for name in ("one", "shared"))
     counts = [[{key: record.get(key) for key in COUNTS} for record in run] for run in (one, shared)]
     assert counts[0] == counts[1] and {record["kind"] for record in one} >= {"train", "eval"}
     losses = [[record["loss"] for record in run if "loss" in record] for run in (one, shared)]
@@ -56,7 +56,7 @@ def test_it_trains_as_one_rank(ranks: RankPool, tmp_path: Path, num_ranks: int) 
     for name in ("one", "shared"):
         ranks.run(_fit, tmp_path / f"{name}_on", 1, tmp_path / name / "saved", num_ranks=1)
     ends = [
-        [record["loss"] for record in read_records(tmp_path / f"{name}_on" / METRICS_FILE) if record["kind"] == "train"]
+        [record["loss"] for record in read_rows(tmp_path / f"{name}_on" / METRICS_FILE) if record["kind"] == "train"]
         for name in ("one", "shared")
     ]
     assert len(ends[0]) == 2 and ends[1] == pytest.approx(ends[0], abs=5e-3)

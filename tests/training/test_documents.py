@@ -14,7 +14,7 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.data.document_bounds import CU_SEQLENS
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.graph_choice import choose_graph, documents_fit
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.trainer import Trainer
@@ -36,7 +36,7 @@ def loss(folder: Path, **settings: Any) -> float:
     both = {"eod_mask_loss": True, "reset_position_ids": True, "max_position_embeddings": 2 * LENGTH}
     flags = tiny_flags(folder, **{**fixed, **text, **both, "eval_interval": 1, "eval_iters": 2, **settings})
     Trainer(parse_config(flags)).fit()
-    (record,) = (record for record in read_records(folder / METRICS_FILE) if record["kind"] == "eval")
+    (record,) = (record for record in read_rows(folder / METRICS_FILE) if record["kind"] == "eval")
     return record["loss"]
 
 

@@ -13,7 +13,7 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data.datasets import MaskedTail, build_validation_sets
 from fp8_megatron.data.tokenizer import NullTokenizer
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import tiny_flags
 from tests.harness.token_files import write_token_files
@@ -34,7 +34,7 @@ def validations(folder: Path, **settings: Any) -> list[dict[str, Any]]:
     common = {"mock_data": None, "tokenizer_type": "NullTokenizer", "precision": "bf16", "train_iters": 1}
     flags = tiny_flags(folder, **{**common, "eval_interval": 1, "full_validation": True, **settings})
     Trainer(parse_config(flags)).fit()
-    return [record for record in read_records(folder / METRICS_FILE) if record["kind"] == "eval"]
+    return [record for record in read_rows(folder / METRICS_FILE) if record["kind"] == "eval"]
 
 
 def test_every_sample_is_read_once(tmp_path: Path) -> None:

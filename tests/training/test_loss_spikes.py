@@ -15,8 +15,7 @@ import pytest
 from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.cast_statistics import CastName, CastStatistics, HealthSample
-from fp8_megatron.reporting.health_file import HEALTH_FILE
-from fp8_megatron.reporting.metrics_file import METRICS_FILE
+from fp8_megatron.reporting.metrics_file import HEALTH_FILE, METRICS_FILE
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
 from fp8_megatron.training import train_step as train_step_module
 from fp8_megatron.training import training_run

@@ -14,7 +14,6 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import CheckpointConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from fp8_megatron.device.memory import memory_bytes
 from fp8_megatron.errors import UserError
-from fp8_megatron.planning.activations import predict_host_bytes
 from fp8_megatron.planning.memory import predict_memory
 from fp8_megatron.training import run_start, training_run
 from fp8_megatron.training.run_start import check_disk, check_memory, starting_run
@@ -94,32 +93,6 @@ def test_memory_is_compared_with_what_the_state_takes(
         UserError, match=r"take 0\.\d+ GB on .*; lower num_layers\(4\).* or use a machine with more memory$"
     ):
         check_memory(config, topology, CPU, 512)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("num_ranks", "num_stages"), [(1, 1), (4, 2)])
-def test_host_memory_is_compared_with_the_activations_that_leave(
-    monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_stages: int
-) -> None:
-    """Beside a GPU with room enough. The ranks of a machine share its memory."""
-    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
-    config = Config(model=model, parallel=ParallelConfig(pipeline_model_parallel_size=num_stages))
-    training = TrainingConfig(micro_batch_size=1, global_batch_size=num_ranks, cpu_offloading_num_layers=1)
-    config = replace(config, training=training)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
-    topology = OneRank()
-    topology.world_size = num_ranks
-    monkeypatch.setattr(run_start.Ranks, "everyones", lambda self, value: [None, value])
-    held = [predict_host_bytes(config, world_size=num_ranks, stage=stage) for stage in range(num_stages)]
-    needed = sum(held) * num_ranks // num_stages
-    gpu, host = torch.device("cuda"), {"cpu": needed}
-    monkeypatch.setattr(run_start, "_state_on", lambda *_: (0, "a GPU"))
-    monkeypatch.setattr(run_start, "memory_bytes", lambda device: host.get(device.type, 0))
-    check_memory(config, topology, gpu, 512)  # type: ignore[arg-type]
-    host["cpu"] = needed - 1
-    with pytest.raises(
-        UserError, match=rf"offloading_num_layers\(1\) take 0\.\d+ GB .* for {num_ranks} ranks, .* lower it"
-    ):
-        check_memory(config, topology, gpu, 512)  # type: ignore[arg-type]
 
 
 def test_a_model_beyond_the_machine_is_refused_before_it_is_built(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8_megatron.commands.plan_build import stages_to_build
+from fp8_megatron.commands.plan_tables import stages_to_build
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig, PrecisionConfig, TrainingConfig

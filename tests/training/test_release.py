@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training import training_run
 from fp8_megatron.training.stopping import TrainingDiverged
 from fp8_megatron.training.trainer import Trainer
@@ -22,7 +22,7 @@ STRETCH = {"main_params_dtype": "split", "exp_avg_dtype": "int8", "exp_avg_sq_dt
 def fit(output_dir: Path, **overrides: object) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step of the tiny run."""
     Trainer(parse_config(tiny_flags(output_dir, **overrides))).fit()
-    return [(r["loss"], r["grad_norm"]) for r in read_records(output_dir / METRICS_FILE) if r["kind"] == "train"]
+    return [(r["loss"], r["grad_norm"]) for r in read_rows(output_dir / METRICS_FILE) if r["kind"] == "train"]
 
 
 def test_a_run_is_the_run_without_release(tmp_path: Path) -> None:

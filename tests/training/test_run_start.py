@@ -10,8 +10,7 @@ import pytest
 
 from fp8_megatron.checkpoint import run_lock
 from fp8_megatron.checkpoint.files import META, CheckpointError, RunLockError
-from fp8_megatron.checkpoint.run_identity import RunIdentity, own_restart, saved_by
-from fp8_megatron.checkpoint.run_lock import LOCK, RunLock
+from fp8_megatron.checkpoint.run_lock import LOCK, RunIdentity, RunLock, own_restart, saved_by
 from fp8_megatron.config.io import save_config
 from fp8_megatron.config.schema import CheckpointConfig
 from fp8_megatron.device.processes import launch_id

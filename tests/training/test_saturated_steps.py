@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import PrecisionConfig
-from fp8_megatron.device.host_copy import Mark
+from fp8_megatron.device.memory import Mark
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.amax_history import MOST_SATURATED

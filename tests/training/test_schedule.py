@@ -26,7 +26,7 @@ from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.learning_rate import schedule_notes
 from fp8_megatron.data.splits import process_group
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training import training_run
 from fp8_megatron.training.schedule import RunSchedule
 from fp8_megatron.training.stopping import StopReason
@@ -296,7 +296,7 @@ def test_a_run_on_samples_is_megatrons_step_for_step(tmp_path: Path, monkeypatch
         consumed += batch
     assert steps == expected
     assert consumed <= 100 < consumed + 8 and len({len(tokens) for _, _, tokens in steps}) == 4
-    records = [record for record in read_records(tmp_path / "run" / METRICS_FILE) if record["kind"] == "train"]
+    records = [record for record in read_rows(tmp_path / "run" / METRICS_FILE) if record["kind"] == "train"]
     assert [record["global_batch_size"] for record in records] == [len(tokens) for _, _, tokens in steps]
     assert records[-1]["consumed_samples"] == consumed and records[-1]["iteration"] == len(steps)
     assert [record["learning_rate"] for record in records] == [lr for lr, _, _ in steps]
@@ -305,7 +305,7 @@ def test_a_run_on_samples_is_megatrons_step_for_step(tmp_path: Path, monkeypatch
 def fit(folder: Path, **settings: object) -> list[dict[str, Any]]:
     """Train the tiny run; the records of its training steps."""
     Trainer(parse_config(tiny_flags(folder, **settings))).fit()
-    return [record for record in read_records(folder / METRICS_FILE) if record["kind"] == "train"]
+    return [record for record in read_rows(folder / METRICS_FILE) if record["kind"] == "train"]
 
 
 def test_a_ramp_resumes_bitwise(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def _fit_with_an_embedding_alone(folder: Path) -> None:
 def test_the_reported_rate_is_not_the_decoupled_one(ranks: RankPool, tmp_path: Path) -> None:
     """Where the first stage, which reports, holds the embedding and nothing else."""
     ranks.run(_fit_with_an_embedding_alone, tmp_path, num_ranks=2)
-    records = [record for record in read_records(tmp_path / METRICS_FILE) if record["kind"] == "train"]
+    records = [record for record in read_rows(tmp_path / METRICS_FILE) if record["kind"] == "train"]
     assert [record["learning_rate"] for record in records] == pytest.approx([1e-2, 2e-2 / 3, 1e-2 / 3])
 
 

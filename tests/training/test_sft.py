@@ -13,7 +13,7 @@ import torch
 
 from fp8_megatron.commands import convert_checkpoint
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.chat_tokenizer import VOCAB_SIZE, save_chat_tokenizer, talk, write_lines
 from tests.harness.ranks import RankPool
@@ -50,7 +50,7 @@ def flags(folder: Path, **settings: Any) -> list[str]:
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [record for record in read_records(folder / METRICS_FILE) if record["kind"] == kind]
+    return [record for record in read_rows(folder / METRICS_FILE) if record["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_packed_conversations_are_what_they_are_alone(
     alone = validation(tmp_path / "alone", **common, sft_packing=False)
     assert validation(tmp_path / "packed", **common) == pytest.approx(alone, rel=2e-4)
     # It could fail: attention across conversations gives another loss.
-    monkeypatch.setattr("fp8_megatron.training.run_data.RunData._bounds", lambda self, room: None)
+    monkeypatch.setattr("fp8_megatron.training.run_data.RunData._bounds", lambda self, capacity: None)
     assert abs(validation(tmp_path / "crossed", **common) / alone - 1) > 1e-3
 
 

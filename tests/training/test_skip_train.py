@@ -16,7 +16,7 @@ from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_command_line, parse_config
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.build import build_training_state, measured_storage
 from fp8_megatron.training.evaluation import EVALUATIONS_FILE
 from fp8_megatron.training.trainer import Trainer
@@ -47,7 +47,7 @@ def evaluations(folder: Path, output: str = "out") -> list[dict[str, Any]]:
 
 def reported(folder: Path) -> list[dict[str, Any]]:
     """The validations and the test of the training run."""
-    return [record for record in read_records(folder / "out" / METRICS_FILE) if record["kind"] == "eval"]
+    return [record for record in read_rows(folder / "out" / METRICS_FILE) if record["kind"] == "eval"]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -81,7 +81,7 @@ def test_beside_the_run_in_its_own_folder(tmp_path: Path) -> None:
     after = contents(tmp_path)
     assert after.pop(f"out/{EVALUATIONS_FILE}") and after == before
     fit(tmp_path, load=tmp_path / "saved", train_iters=6)  # the run goes on as if nothing had been
-    steps = [one["iteration"] for one in read_records(tmp_path / "out" / METRICS_FILE) if one["kind"] == "train"]
+    steps = [one["iteration"] for one in read_rows(tmp_path / "out" / METRICS_FILE) if one["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.reporting.health_file import HEALTH_FILE
+from fp8_megatron.reporting.metrics_file import HEALTH_FILE
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
 from fp8_megatron.training import training_run
 from fp8_megatron.training.build import build_training_state

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.transport import copy_engine, recording
+from fp8_megatron.collectives.transport import recording
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.device import memory as device_memory
 from fp8_megatron.mcore.runtime import runtime, seed_everything
@@ -154,7 +152,7 @@ def make(cuda: Cuda, prepared: list[None] | None = None, **settings: Any) -> tup
     """A step of two micro-batches, recorded after two."""
     model = Model(cuda)
     prepared = [] if prepared is None else prepared
-    settings = {"can_measure": lambda: True, "has_room": lambda: True, "num_micro_batches": 2, **settings}
+    settings = {"can_measure": lambda: True, "has_memory": lambda: True, "num_micro_batches": 2, **settings}
     return StepGraph(model, lambda: prepared.append(None), device=CPU, warmup_steps=2, **settings), model
 
 
@@ -210,68 +208,6 @@ def test_steps_are_recorded_anew_when_their_casts_change(cuda: Cuda) -> None:
     assert kinds == ["computed"] * 2 + ["recorded"] + ["computed"] * 2 + ["recorded"]
 
 
-def test_steps_that_sample_casts_have_a_recording_of_their_own(cuda: Cuda) -> None:
-    """Their kernels are compiled in the last step of the warm-up, whatever that step was asked for."""
-    graph, _ = make(cuda, can_sample=True)
-    sampled: list[tuple[bool, bool]] = []
-    compute = graph._compute
-
-    def noting(batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
-        sampled.append((measures_underflow, samples_casts))
-        return compute(batches, measures_underflow=measures_underflow)
-
-    graph._compute = noting
-    batches = loader()
-    asked = [(False, False), (False, False), (False, False), (True, True), (True, False), (False, False)]
-    figures = [float(graph(batches, measures_underflow=under, samples_casts=samples)) for under, samples in asked]
-    assert figures == [3.0 * 4**step for step in range(len(asked))]
-    assert sampled == [(False, False), (True, True), (False, False), (True, False), (True, True)]
-    assert len(cuda.graphs) == 3
-
-
-def test_memory_that_recordings_keep_is_counted_once(cuda: Cuda) -> None:
-    """As long as it is held, beside tensors that are made between the launches."""
-    gpu = torch.device("cuda", 0)
-    graph, _ = make(cuda)
-    batches = loader()
-    for measures in (False, False, False, True):
-        graph(batches, measures_underflow=measures)
-        assert device_memory.peak_memory_gib(gpu) == 13.0
-    cuda.peak = 11 * GIB  # the optimizer's, say
-    assert device_memory.peak_memory_gib(gpu) == 14.0
-    graph.release()
-    assert device_memory._bytes_beside_allocator == 0
-
-
-def test_without_anything_to_measure_one_recording_is_enough(cuda: Cuda) -> None:
-    graph, model = make(cuda, can_measure=lambda: False)
-    batches = loader()
-    figures = [float(graph(batches, measures_underflow=measures)) for measures in (True, True, True, False)]
-    assert figures == [3.0 * 4**step for step in range(4)]
-    assert model.calls == [("computed", True), ("computed", True), ("recorded", False)]
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_room_is_asked_for_once_after_the_warm_up(cuda: Cuda, has_room: bool) -> None:
-    asked_after: list[int] = []
-
-    def answer() -> bool:
-        asked_after.append(len(model.calls))
-        return has_room
-
-    graph, model = make(cuda, has_room=answer)
-    batches = loader()
-    figures = [float(graph(batches, measures_underflow=measures)) for measures in (False, False, True, False, True)]
-    assert figures == [3.0 * 4**step for step in range(5)]
-    assert asked_after == [2]
-    if has_room:
-        assert len(cuda.graphs) == 2 and model.calls[2:] == [("recorded", False), ("recorded", True)]
-    else:
-        assert not cuda.graphs
-        assert model.calls[2:] == [("computed", True), ("computed", False), ("computed", True)]
-    graph.release()
-
-
 @pytest.mark.parametrize("may_go_on", [True, False])
 def test_where_recording_fails_steps_go_on_or_the_run_ends(
     cuda: Cuda, may_go_on: bool, caplog: pytest.LogCaptureFixture
@@ -299,56 +235,6 @@ def test_where_recording_fails_steps_go_on_or_the_run_ends(
     assert model.calls[2:] == [("computed", True), ("computed", False)] and next(steps) == 5
     assert "steps go on as Python launches them: recording one failed (no room for the graph)" in caplog.text
     assert "give --cuda-graph-impl none" not in caplog.text
-
-
-def test_a_launch_among_ranks_is_watched(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hang inside it is found by its event: torch watches no collective of a graph."""
-
-    class Event:
-        def record(self) -> None: ...
-
-        def query(self) -> bool:
-            return False
-
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD="all ranks"))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(copy_engine, "_latest", {})
-    graph, _ = make(cuda)
-    batches = loader()
-    for _ in range(2):
-        graph(batches, measures_underflow=False)
-    assert copy_engine.unfinished() is None
-    graph(batches, measures_underflow=False)
-    work = copy_engine.unfinished()
-    assert work is not None and work.by == "a CUDA graph" and work.group == "all ranks"
-
-
-def test_the_error_is_what_broke_a_recording_off(cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
-    """Not that of a recording that has no end; and it is said before process groups are destroyed, which may hang."""
-
-    @contextmanager
-    def graph(graph: Graph, **settings: object) -> Iterator[None]:
-        cuda.is_capturing = True
-        yield
-        raise RuntimeError("capture ended with work that was not joined")
-
-    def compute(batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
-        if cuda.is_capturing:
-            raise RuntimeError("CUDA out of memory")
-        return torch.zeros(1)
-
-    step, _ = make(cuda)
-    step._compute = compute
-    batches = loader()
-    for _ in range(2):
-        step(batches, measures_underflow=False)
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(torch.cuda, "graph", graph)
-        with pytest.raises(RuntimeError, match="CUDA out of memory"):
-            step(batches, measures_underflow=False)
-    assert "recording a step failed; give --cuda-graph-impl none to train without" in caplog.text
-    assert "CUDA out of memory" in caplog.text and not recording.is_recording()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

@@ -13,7 +13,7 @@ import torch
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.quantization.cast_report import CastReport, Role, SlotName, Suspect
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.sharding.grad_buffer import GradBuffer
 from fp8_megatron.training import training_run
 from fp8_megatron.training.stopping import StopReason, request_of
@@ -131,7 +131,7 @@ def _counts(buffers: list[GradBuffer]) -> tuple[list[int], ...]:
 def test_auto_scaling_is_reported_of_every_stage(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     """Also where the first stage, which reports, has no FP8 gradient."""
     everyones = ranks.run(_fit_on_stages, tmp_path, layout, _auto_scaling, {"fp8_grad_reduce": "nccl"}, num_ranks=4)
-    reported = [record for record in read_records(tmp_path / METRICS_FILE) if record["kind"] == "train"]
+    reported = [record for record in read_rows(tmp_path / METRICS_FILE) if record["kind"] == "train"]
     for record, of_ranks in zip(reported, zip(*everyones, strict=True), strict=True):
         worst = max(saturated for saturated, _ in of_ranks)
         assert record["grad_saturation_fraction"] == (worst if worst >= 0 else None)  # the first step has none
@@ -143,7 +143,7 @@ def test_auto_scaling_is_reported_of_every_stage(ranks: RankPool, tmp_path: Path
 def test_underflow_and_clamped_gradients_are_those_of_all_ranks(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     """Also where the first stage, which reports, has no FP8 gradient."""
     everyones = ranks.run(_fit_on_stages, tmp_path, layout, _counts, {}, num_ranks=4)
-    reported = [record for record in read_records(tmp_path / METRICS_FILE) if record["kind"] == "train"]
+    reported = [record for record in read_rows(tmp_path / METRICS_FILE) if record["kind"] == "train"]
     for record, of_ranks in zip(reported, zip(*everyones, strict=True), strict=True):
         (nonzero, lost), (written, clamped) = torch.tensor(of_ranks, dtype=torch.float64).sum(0).tolist()
         assert record["grad_underflow_fraction"] == pytest.approx(lost / nonzero, rel=1e-6)

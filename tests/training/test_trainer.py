@@ -23,7 +23,7 @@ from fp8_megatron.checkpoint import saving
 from fp8_megatron.checkpoint.files import CheckpointError, saved_iterations
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.device.device import UnsupportedDeviceError
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_records
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
 from fp8_megatron.reporting.step_figures import StepFigures
 from fp8_megatron.training import train_step as train_step_module
@@ -39,7 +39,7 @@ from tests.harness.token_files import write_token_files
 def fit(output_dir: Path, **overrides: object) -> list[dict]:
     """Train the tiny run; the records of its metrics.jsonl."""
     Trainer(parse_config(tiny_flags(output_dir, **overrides))).fit()
-    return read_records(output_dir / METRICS_FILE)
+    return read_rows(output_dir / METRICS_FILE)
 
 
 def steps(records: list[dict]) -> list[tuple[int, float, float]]:
@@ -225,7 +225,7 @@ def test_a_finished_run_that_starts_again_has_one_validation(tmp_path: Path) -> 
     settings = {"train_iters": 3, "eval_interval": 2, "eval_iters": 1, "save": saved}
 
     def evaluations() -> list[tuple[int, str, float]]:
-        records = read_records(tmp_path / METRICS_FILE)
+        records = read_rows(tmp_path / METRICS_FILE)
         return [(record["iteration"], record["split"], record["loss"]) for record in records if "split" in record]
 
     first = steps(fit(tmp_path, **settings))
@@ -322,7 +322,7 @@ def test_non_finite_steps_are_skipped_and_end_the_run(tmp_path: Path, monkeypatc
     with pytest.raises(TrainingDiverged, match="4") as error:
         fit(tmp_path, train_iters=20, max_skipped_steps=4)
     assert "gradients with a NaN or inf on rank 0: " in str(error.value)  # and where to look
-    records = read_records(tmp_path / METRICS_FILE)
+    records = read_rows(tmp_path / METRICS_FILE)
     assert len(steps(records)) <= 4
 
 
@@ -399,7 +399,7 @@ def test_writes_what_a_user_looks_for(tmp_path: Path) -> None:
     assert parse_config(["--config", str(tmp_path / "config.yaml")]) == config
     assert (tmp_path / "loss.png").stat().st_size > 5_000
     assert any((tmp_path / "tensorboard").iterdir())
-    kinds = [record["kind"] for record in read_records(tmp_path / METRICS_FILE)]
+    kinds = [record["kind"] for record in read_rows(tmp_path / METRICS_FILE)]
     assert kinds.count("train") == 4 and kinds.count("eval") == 2
 
 
@@ -517,8 +517,8 @@ def test_a_resumed_run_leaves_the_metrics_of_another_run_whole(
     for end in (3, 4):  # the second one goes on from its own metrics
         flags = {"train_iters": end, "lr_decay_iters": 2, "save": str(saved), "load": str(saved)}
         Trainer(parse_config(tiny_flags(logs, **flags))).fit()
-    assert [record["iteration"] for record in read_records(logs / "metrics.1.jsonl")] == [1, 2, 3, 4, 5]
-    assert [record["iteration"] for record in read_records(logs / "metrics.jsonl")] == [3, 4]
+    assert [record["iteration"] for record in read_rows(logs / "metrics.1.jsonl")] == [1, 2, 3, 4, 5]
+    assert [record["iteration"] for record in read_rows(logs / "metrics.jsonl")] == [3, 4]
 
 
 _BY_LAYERS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
@@ -561,6 +561,6 @@ def test_delayed_scales_of_a_checkpoint_fit_the_run(
     for recipe in ("delayed", "tensorwise"):
         flags = {**shared, **last, "train_iters": 5, "fp8_recipe": recipe, "load": str(saved)}
         Trainer(parse_config(tiny_flags(tmp_path / recipe, **flags))).fit()
-        (record,) = read_records(tmp_path / recipe / METRICS_FILE)
+        (record,) = read_rows(tmp_path / recipe / METRICS_FILE)
         norms.append(record["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=0.02)

@@ -24,7 +24,7 @@ from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.reporting.run_log import EVENTS_FILE, read_events
-from fp8_megatron.watch import failures, flight_recorder
+from fp8_megatron.watch import failures
 from fp8_megatron.watch.failures import EXIT_STATUS, RankFailure, RankWatch, is_broken_collective, watched_world
 from fp8_megatron.watch.flight_recorder import CallSite
 from tests.harness.ranks import RankPool
@@ -211,17 +211,6 @@ def test_a_hanging_rank_is_ended(ranks: RankPool, tmp_path: Path) -> None:
     assert text.endswith(f"[{EXIT_STATUS}]")
 
 
-def test_a_world_of_one_watches_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "Heartbeat", None)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    world = initialized(ParallelConfig(), 2, CPU)
-    with runtime(CPU), watched_world(world, tmp_path / "out", timeout_seconds=600.0) as (_, watch):
-        watch.at(1, "training")
-        with watch.patiently("saving"):
-            pass
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -238,17 +227,6 @@ def test_a_world_of_one_watches_nobody(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_which_errors_may_come_from_others(error: BaseException, expected: bool) -> None:
     assert is_broken_collective(error) is expected
-
-
-def test_recording_keeps_what_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "5")
-    with flight_recorder.recording(tmp_path):
-        assert "TORCH_FR_BUFFER_SIZE" not in os.environ
-        assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-        assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "flight_recorder_rank_")
-    assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
 
 
 def test_call_site_is_the_public_function_and_our_caller() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8_megatron.watch import heartbeat as heartbeat_module
-from fp8_megatron.watch.heartbeat import Heartbeat, Pace, Record, Sighting
+from fp8_megatron.watch.heartbeat import Heartbeat, Pace, RankStatus, Sighting
 
 #: Slow enough that a busy machine is not taken for a silent rank.
 PACE = Pace(interval=0.1, dead_after=1.0, patience=3.0)
@@ -24,7 +24,7 @@ def start() -> Iterator[Start]:
     with ExitStack() as stack:
 
         def start(rank: int) -> Heartbeat:
-            heartbeat = Heartbeat(store, rank, 3, PACE, Record(host=f"host{rank}", process=100 + rank))
+            heartbeat = Heartbeat(store, rank, 3, PACE, RankStatus(host=f"host{rank}", process=100 + rank))
             return stack.enter_context(closing(heartbeat))
 
         yield start
@@ -39,18 +39,18 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 def test_rank_0_reads_all_and_the_others_read_rank_0(start: Start) -> None:
     ranks = [start(rank) for rank in range(3)]
-    ranks[2].note(Record("host2", 102, iteration=7, doing="training", patient=False))
-    wait_until(lambda: ranks[0].others()[2].record is not None and ranks[0].others()[2].record.iteration == 7)
+    ranks[2].note(RankStatus("host2", 102, iteration=7, doing="training", patient=False))
+    wait_until(lambda: ranks[0].others()[2].status is not None and ranks[0].others()[2].status.iteration == 7)
     assert set(ranks[0].others()) == {1, 2}
     assert set(ranks[1].others()) == {0}
     ranks[1].watch_everyone()
-    wait_until(lambda: ranks[1].others()[2].record is not None)
+    wait_until(lambda: ranks[1].others()[2].status is not None)
     assert set(ranks[1].others()) == {0, 2}
 
 
 def test_silence_grows_only_for_the_rank_that_is_silent(start: Start) -> None:
     ranks = [start(rank) for rank in range(3)]
-    wait_until(lambda: all(seen.record for seen in ranks[0].others().values()))
+    wait_until(lambda: all(seen.status for seen in ranks[0].others().values()))
     ranks[1].close()
     wait_until(lambda: ranks[0].others()[1].silence > PACE.dead_after)
     assert ranks[0].others()[2].silence < PACE.dead_after / 2
@@ -59,7 +59,7 @@ def test_silence_grows_only_for_the_rank_that_is_silent(start: Start) -> None:
 def test_sleep_of_the_whole_machine_is_no_silence(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader wakes first, an hour later: the others get the time to speak."""
     reader, speaker = start(0), start(1)
-    wait_until(lambda: reader.others()[1].record is not None)
+    wait_until(lambda: reader.others()[1].status is not None)
     speaker.close()
     wait_until(lambda: reader.others()[1].silence > 0.0)
     now = time.monotonic
@@ -76,7 +76,7 @@ class _Clock:
 def test_a_store_that_is_gone_is_noticed() -> None:
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = torch.distributed.TCPStore("127.0.0.1", server.port, is_master=False)
-    with closing(Heartbeat(client, 1, 2, PACE, Record("host1", 101))) as heartbeat:
+    with closing(Heartbeat(client, 1, 2, PACE, RankStatus("host1", 101))) as heartbeat:
         heartbeat.tick(10.0)
         assert 0.0 < heartbeat.store_silence <= 2 * PACE.interval
         wait_until(lambda: heartbeat.store_silence == 0.0)
@@ -93,6 +93,6 @@ def test_death_is_noticed_before_a_collective_times_out(timeout_seconds: float) 
 
 
 def test_patience_is_for_those_who_asked() -> None:
-    at_work, saving = (Sighting(Record("host", 1, patient=patient)) for patient in (False, True))
+    at_work, saving = (Sighting(RankStatus("host", 1, patient=patient)) for patient in (False, True))
     assert at_work.limit(PACE) == PACE.dead_after
     assert saving.limit(PACE) == PACE.patience

@@ -10,7 +10,7 @@ import pytest
 from fp8_megatron.collectives.transport import copy_engine
 from fp8_megatron.collectives.transport.copy_engine import CopyWork
 from fp8_megatron.watch.failures import RankWatch
-from fp8_megatron.watch.heartbeat import Record, Sighting
+from fp8_megatron.watch.heartbeat import RankStatus, Sighting
 
 
 @pytest.mark.parametrize(("age", "is_overdue"), [(50.0, False), (70.0, True)])
@@ -18,7 +18,7 @@ def test_after_the_timeout_of_collectives(monkeypatch: pytest.MonkeyPatch, age: 
     work = CopyWork("all_to_all", None, None, time.monotonic() - age)  # type: ignore[arg-type]
     monkeypatch.setattr(copy_engine, "unfinished", lambda: work)
     watch = RankWatch(60.0)
-    others = {1: Sighting(record=Record(host="node1", process=5, iteration=12, doing="training"))}
+    others = {1: Sighting(status=RankStatus(host="node1", process=5, iteration=12, doing="training"))}
     watch._heartbeat = SimpleNamespace(others=lambda: others)  # type: ignore[assignment]
     told = "".join(cause.text for cause in watch._overdue())
     expected = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.reporting.run_log import EVENTS_FILE, EventKind, add_event, read_events, recording
+from fp8_megatron.reporting.run_log import EVENTS_FILE, EventKind, add_event, logging_events, read_events
 from fp8_megatron.watch.restarts import SAME_FAULT_LIMIT, Fault, GaveUp, Launch, begin_attempt, log_fault
 
 LAUNCH = "job1"
@@ -20,7 +20,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
 
 
 def begin(folder: Path, *, num_nodes: int = 1, launch: str = LAUNCH, saves: bool = True) -> None:
-    with recording(folder, is_writer=True):
+    with logging_events(folder, is_writer=True):
         begin_attempt(folder, Launch(launch, 5, num_nodes), saves=saves, saves_by_interval=saves)
 
 

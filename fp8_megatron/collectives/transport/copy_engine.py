@@ -22,8 +22,7 @@ from torch import Tensor
 from ...device.group import Group
 from ...device.memory import count_memory_beside_allocator
 from . import recording
-from .side_stream import side_stream, stream_of
-from .stream_barrier import RecordableBarrier
+from .stream_ops import RecordableBarrier, side_stream, stream_of
 
 #: Priority of the copy stream, on which every rank meets the others in the same order.
 _PRIORITY = -1

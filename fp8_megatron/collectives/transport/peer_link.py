@@ -17,7 +17,7 @@ from torch import Tensor
 from ...device.group import Group
 from . import copy_engine, recording, stream_ops
 from .copy_engine import CopyWork
-from .side_stream import stream_of
+from .stream_ops import stream_of
 
 #: Priority of the sending stream, so that it does not wait behind gradients.
 _PRIORITY = -2

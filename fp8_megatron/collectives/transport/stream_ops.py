@@ -1,21 +1,53 @@
 """Operations of a CUDA stream without a kernel: write or await a number, copy bytes, meet another stream (CUDA driver
-API).
+API), and the side stream of a collective.
 
 A copy on another stream costs the host 40 µs through torch and 5 here; a tensor-parallel layer has ten of them.
 Addresses are plain numbers: the caller keeps their memory until the stream has used it.
+
+Ranks of a node meet so (`StreamBarrier`): the GPU's front end writes and awaits counters in memory. A spinning kernel
+would take a multiprocessor's registers away from the concurrent GEMM while it waits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
+
+from . import recording
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 #: Waits until the number has reached the value, in cyclic order.
 _WAIT_UNTIL_REACHED = 0
+
+
+@functools.cache
+def stream_of(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """The side stream of a CUDA device; one for each priority (below 0: before other streams' kernels)."""
+    return torch.cuda.Stream(device, priority=priority)
+
+
+@contextmanager
+def side_stream(device: torch.device, priority: int = 0) -> Iterator[None]:
+    """Work of the block follows all work of the current stream, which does not wait for it. On a CPU the block just
+    runs.
+
+    There is one side stream per device and priority, so blocks follow each other. Two rules keep memory safe without a
+    `record_stream`. Memory that a block allocates is used only in side-stream blocks: it returns to the side stream's
+    own pool. The caller's memory that a block uses must not be touched until the current stream has waited for the
+    block's last collective, which follows everything in the block.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = stream_of(device, priority)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 class _Operation(ctypes.Structure):
@@ -100,3 +132,58 @@ def _driver() -> ctypes.CDLL:
     driver.cuStreamWaitEvent.argtypes = [stream, ctypes.c_void_p, number]
     driver.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, stream]
     return driver
+
+
+class StreamBarrier:
+    """Called by every rank on one of its streams: later work on the stream waits until all ranks have come this far.
+
+    What a rank's stream did before the call is visible to the other ranks' streams after it. Every rank calls one
+    barrier on one stream, in the same order. A wait has no timeout: `failures.RankWatch` ends a process whose exchanges
+    do not finish.
+
+    Args:
+        counters: by rank, its int32 [d] zeros, where element r is written by rank r; mapped into this process.
+        rank: this one.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+
+    def __init__(self, counters: Sequence[Tensor], rank: int) -> None:
+        others = [other for other in range(len(counters)) if other != rank]
+        size = counters[rank].element_size()
+        written = [counters[other].data_ptr() + rank * size for other in others]
+        awaited = [counters[rank].data_ptr() + other * size for other in others]
+        self._device = counters[rank].device
+        self._meet = WriteThenWait(written, awaited)
+        self._count = 0
+        self._kept_mapped = tuple(counters)
+
+    def __call__(self) -> None:
+        """Queue a meeting on the current stream."""
+        self._count += 1
+        self._meet.queue(self._count, current_stream(self._device))
+
+    def restart(self) -> None:
+        """Count from 0 again."""
+        self._count = 0
+
+
+class RecordableBarrier:
+    """A `StreamBarrier`, or its counterpart in a CUDA graph that is being recorded (`recording`).
+
+    Args:
+        counters: by rank, its int32 [3, d] zeros: for barriers, for recorded barriers, and for launches of these.
+        rank: this one.
+    """
+
+    def __init__(self, counters: Sequence[Tensor], rank: int) -> None:
+        of_kinds = zip(*(own.unbind() for own in counters), strict=True)
+        self._usual, self._recorded, launches = (StreamBarrier(places, rank) for places in of_kinds)
+        self.recordable = recording.Recordable(
+            begin=self._recorded.restart, end=lambda: None, places=counters[rank][1], meet=launches
+        )
+
+    def __call__(self) -> None:
+        """Queue a meeting on the current stream."""
+        (self._recorded if recording.is_recording() else self._usual)()
