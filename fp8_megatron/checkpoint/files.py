@@ -123,10 +123,10 @@ def temporary_folder(folder: Path, token: str = "") -> Path:
     Args:
         token: of the session that writes it; empty for a tool that has the folder above for itself.
     """
-    return _aside(folder, token, ".tmp")
+    return _temporary(folder, token, ".tmp")
 
 
-def _aside(folder: Path, token: str, suffix: str) -> Path:
+def _temporary(folder: Path, token: str, suffix: str) -> Path:
     return folder.with_name(f"{folder.name}.{token}{suffix}" if token else folder.name + suffix)
 
 
@@ -280,7 +280,7 @@ def publish(temporary: Path, folder: Path, token: str = "", check: Callable[[], 
             to its place; after `RunLockError` nothing is touched.
     """
     sync(temporary)
-    replaced = _aside(folder, token, ".replaced")
+    replaced = _temporary(folder, token, ".replaced")
     for attempts_left in (2, 1, 0):
         if folder.exists():
             os.replace(folder, replaced)
@@ -318,7 +318,7 @@ def remove_old(root: Path, own: Iterable[int], *, keep_last: int, retain_interva
         folder = iteration_folder(root, iteration)
         if retain_interval is not None and any(number % retain_interval == 0 for number in (iteration, *_due(folder))):
             continue
-        removed = _aside(folder, token, ".removed")
+        removed = _temporary(folder, token, ".removed")
         try:
             os.replace(folder, removed)  # a partly removed folder never has a checkpoint's name
         except OSError as error:

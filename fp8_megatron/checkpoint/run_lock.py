@@ -251,12 +251,12 @@ class RunLock:
             with suppress(OSError, RunLockError):
                 if self._read() == self._content:
                     self._remove(self._content)
-                self._aside("beat").unlink(missing_ok=True)
+                self._beside("beat").unlink(missing_ok=True)
         finally:
             if got:
                 self._publishing.release()
 
-    def _aside(self, kind: str) -> Path:
+    def _beside(self, kind: str) -> Path:
         return self._path.with_name(f"{LOCK}.{self._token}.{kind}")
 
     def _read(self) -> bytes | None:
@@ -276,7 +276,7 @@ class RunLock:
 
     def _place(self) -> None:
         """Put this process's lock there, unless one is there."""
-        draft = self._aside("draft")
+        draft = self._beside("draft")
         _write(draft, self._content, os.O_TRUNC)
         try:
             self._link(draft, self._path)
@@ -301,7 +301,7 @@ class RunLock:
 
     def _remove(self, judged: bytes) -> bool:
         """Take a lock away if it still is the one that was judged. Returns whether the place is free."""
-        taken = self._aside("taken")
+        taken = self._beside("taken")
         try:
             os.rename(self._path, taken)
         except FileNotFoundError:
@@ -345,7 +345,7 @@ class RunLock:
                 self._write_beat(count)
                 if self._content_or_none_twice() != self._content and not self._stopped.is_set():
                     self.lost = True
-                    self._aside("beat").unlink(missing_ok=True)
+                    self._beside("beat").unlink(missing_ok=True)
                     return
 
     def _write_beat(self, count: int) -> None:
@@ -353,12 +353,12 @@ class RunLock:
 
         Not synced: that would wait for a checkpoint that is written at the time.
         """
-        _write(self._aside("beat"), f"{count:012d}".encode(), 0, syncs=False)
+        _write(self._beside("beat"), f"{count:012d}".encode(), 0, syncs=False)
 
     def _clear_leftovers(self) -> None:
         """Clear beats of dead holders, and what a kill left in the middle of taking the lock."""
         with suppress(OSError):
-            now = self._aside("beat").stat().st_mtime  # by the file server's clock
+            now = self._beside("beat").stat().st_mtime  # by the file server's clock
             for path in list(self.root.glob(f"{LOCK}.*")):
                 if path.name.startswith(f"{LOCK}.{self._token}."):
                     continue

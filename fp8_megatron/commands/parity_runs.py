@@ -23,7 +23,7 @@ from ..checkpoint.files import TRACKER
 from ..config.schema import Config
 from ..errors import UserError
 from ..outputs import write_output
-from ..reporting.metrics_file import METRICS_FILE, set_aside
+from ..reporting.metrics_file import METRICS_FILE, rename_older
 from ..reporting.parity import Parity, RunKey, RunResult, compare_runs, draw_parity, markdown_table, read_run
 from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
 from .environment import run_environment, training_command
@@ -194,7 +194,7 @@ class RunQueue:
         folder.mkdir(parents=True, exist_ok=True)
         if not goes_on and (folder / METRICS_FILE).exists():
             # Of an earlier comparison: a run that fails before its first step must not end with those losses.
-            set_aside(folder / METRICS_FILE)
+            rename_older(folder / METRICS_FILE)
         num_events = len(read_events(folder / EVENTS_FILE))
         command = training_command(plan.run_flags(key, folder), plan.ranks_per_run, on_gpus=slot != "")
         with (folder / LOG_FILE).open("ab") as log:

@@ -153,13 +153,13 @@ def pack(file: ConversationFile, lines: np.ndarray, seq_length: int, *, packs: b
     num_cut = num_dropped = 0
     for line in lines.tolist():
         group: list[int] = []
-        room = seq_length
+        space = seq_length
         for conversation in file.line(line):
-            room = seq_length if packs else room
-            num_cut += int(sizes[conversation] > room)
-            if _has_answer(file, conversation, room):
+            space = seq_length if packs else space
+            num_cut += int(sizes[conversation] > space)
+            if _has_answer(file, conversation, space):
                 group.append(conversation)
-                room -= min(int(sizes[conversation]), room)
+                space -= min(int(sizes[conversation]), space)
             else:
                 num_dropped += 1
         if packs:
@@ -173,10 +173,10 @@ def pack(file: ConversationFile, lines: np.ndarray, seq_length: int, *, packs: b
     return Packed(groups, num_cut, num_dropped, num_tokens)
 
 
-def _has_answer(file: ConversationFile, conversation: int, room: int) -> bool:
-    """Whether a token of an answer is predicted within the first `room` positions of a conversation."""
+def _has_answer(file: ConversationFile, conversation: int, space: int) -> bool:
+    """Whether a token of an answer is predicted within the first `space` positions of a conversation."""
     where = file.conversation(conversation)
-    return bool(file.is_answer[where.start + 1 : min(where.start + 1 + room, where.stop)].any())
+    return bool(file.is_answer[where.start + 1 : min(where.start + 1 + space, where.stop)].any())
 
 
 def sample_of(
@@ -313,7 +313,7 @@ def _check_lines(
 
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Items in packs: from the longest to the shortest, each goes where it leaves the least room.
+    """Items in packs: from the longest to the shortest, each goes where it leaves the least space.
 
     Best-fit decreasing: at most 11/9 of the fewest packs, and one more (Johnson et al., SIAM J. Comput. 3, 1974).
 
@@ -326,23 +326,23 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """
     assert len(lengths) == 0 or int(lengths.max()) <= capacity
     packs: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # by their room
-    rooms: list[int] = []  # the keys of `with_room`, sorted
+    by_space: dict[int, list[int]] = {}  # by their space
+    spaces: list[int] = []  # the keys of `by_space`, sorted
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            pack, room = len(packs), capacity
+        place = bisect_left(spaces, length)
+        if place == len(spaces):
+            pack, space = len(packs), capacity
             packs.append([])
         else:
-            room = rooms[place]
-            pack = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
+            space = spaces[place]
+            pack = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[place]
         packs[pack].append(item)
-        left = room - length
-        if left not in with_room:
-            with_room[left] = []
-            insort(rooms, left)
-        with_room[left].append(pack)
+        left = space - length
+        if left not in by_space:
+            by_space[left] = []
+            insort(spaces, left)
+        by_space[left].append(pack)
     return packs

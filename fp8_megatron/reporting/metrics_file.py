@@ -115,7 +115,7 @@ class MetricsFile:
                 self._history = self._history or self._read_history()
                 self._replace(self._history)
             else:
-                set_aside(self.path)
+                rename_older(self.path)
         self._is_cut, self._history = True, b""
 
     def _read_history(self) -> bytes:
@@ -136,7 +136,7 @@ class MetricsFile:
         return b"".join(line for line, _ in kept)
 
 
-def set_aside(path: Path) -> None:
+def rename_older(path: Path) -> None:
     """Give a metrics file of another run a name with a number; an empty one stays. Raises `OSError`."""
     if path.stat().st_size == 0:
         return

@@ -86,7 +86,7 @@ class StepGraph:
         self._before_recording = before_recording
         self._can_measure = can_measure
         self._can_sample = can_sample
-        self._has_room = has_memory
+        self._has_memory = has_memory
         self._is_ready = is_ready
         self._casts = casts
         self._recorded_casts: list[int] = []
@@ -132,7 +132,7 @@ class StepGraph:
             if self._warmup_left == 0:
                 measured = {"measures_underflow": True, "samples_casts": self._can_sample}
         elif self._records is None:
-            self._records = self._has_room()
+            self._records = self._has_memory()
         if not self._records:
             batches = take_step(loader, self._num_micro_batches, self._device)
             return self._compute(batches, **measured)

@@ -72,7 +72,7 @@ def _multipliers(start: int, count: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Replicated:
     """A tensor that all ranks of a group hold alike."""
 
     name: str
@@ -118,7 +118,7 @@ class ReplicaCheck:
         self._world = world
         self._device = device
         self._ranks_of: dict[Group, tuple[int, ...]] = {}
-        own = list(self._held())
+        own = list(self._replicated())
         everyones: list[tuple[list[tuple[int, ...]], str]] = [([], "")] * world.size()
         torch.distributed.all_gather_object(everyones, (own, socket.gethostname()), group=world)
         #: Of each rank, the groups that its columns compare, and its host.
@@ -135,10 +135,10 @@ class ReplicaCheck:
         names: list[list[str]] = []
         details: list[Tensor] = []
         columns = torch.zeros(self._num_columns, dtype=torch.int64, device=self._device)
-        for column, held in enumerate(self._held().values()):
-            hashes = torch.cat([hash_bits(item.tensor) for item in held])
+        for column, tensors in enumerate(self._replicated().values()):
+            hashes = torch.cat([hash_bits(item.tensor) for item in tensors])
             columns[column : column + 1] = hash_bits(hashes)
-            names.append([item.name for item in held])
+            names.append([item.name for item in tensors])
             details.append(hashes)
         table = torch.empty(self._world.size() * self._num_columns, dtype=torch.int64, device=self._device)
         torch.distributed.all_gather_into_tensor(table, columns, group=self._world)
@@ -149,36 +149,36 @@ class ReplicaCheck:
             self._ranks_of[group] = tuple(torch.distributed.get_process_group_ranks(group))
         return self._ranks_of[group]
 
-    def _held(self) -> dict[tuple[int, ...], list[_Held]]:
+    def _replicated(self) -> dict[tuple[int, ...], list[_Replicated]]:
         """What this rank holds like other ranks, by the ranks of that group; they all have the same order."""
-        found: dict[tuple[int, ...], list[_Held]] = {}
-        for group, held in self._all_held():
+        found: dict[tuple[int, ...], list[_Replicated]] = {}
+        for group, tensor in self._all_replicated():
             if group is not None and group.size() > 1:
-                found.setdefault(self._ranks(group), []).append(held)
+                found.setdefault(self._ranks(group), []).append(tensor)
         return found
 
-    def _all_held(self) -> Iterator[tuple[Group | None, _Held]]:
+    def _all_replicated(self) -> Iterator[tuple[Group | None, _Replicated]]:
         for state in self._optimizer.states:
             sharing = state.space.sharing
-            for held in _weights(state):
-                yield sharing.replicas.group, held
-                yield sharing.duplicates, held
-            for held in _shard(state):
-                yield sharing.duplicates, held
+            for own in _weights(state):
+                yield sharing.replicas.group, own
+                yield sharing.duplicates, own
+            for own in _shard(state):
+                yield sharing.duplicates, own
         for buffer in self._optimizer.buffers:
             if isinstance(buffer, ShardedGradBuffer):
                 for name, autoscale, index in buffer.autoscaled_spans():
                     mu = autoscale.state_dict()["mu"][index]
-                    yield buffer.space.replicas.group, _Held(f"auto-scaling of {name}", mu.view(-1))
+                    yield buffer.space.replicas.group, _Replicated(f"auto-scaling of {name}", mu.view(-1))
         for index, history in enumerate(self._histories):
             if history is not None:
                 for name, tensor in (("histories", history.history), ("scales", history.scale)):
                     if tensor is not None:
-                        yield self._stage_group, _Held(f"amax {name} of model chunk {index}", tensor)
-        yield self._world, _Held("step count", self._optimizer.step_count)
+                        yield self._stage_group, _Replicated(f"amax {name} of model chunk {index}", tensor)
+        yield self._world, _Replicated("step count", self._optimizer.step_count)
         if self._optimizer.loss_scale is not None:
             for name, tensor in self._optimizer.loss_scale.state_dict().items():
-                yield self._world, _Held(f"loss scale: {name}", tensor)
+                yield self._world, _Replicated(f"loss scale: {name}", tensor)
 
 
 class PendingCheck:
@@ -252,27 +252,27 @@ def _describe(
     return f"ranks {named} hold different bits of {tensor}{more}; no majority tells which of them is wrong"
 
 
-def _weights(state: SpaceState) -> Iterator[_Held]:
+def _weights(state: SpaceState) -> Iterator[_Replicated]:
     """The weights of a space and their scales, parameter by parameter."""
     for index, slot in enumerate(state.space.slots):
         yield from _parts(slot, "weight", state.weight)
         if state.weight_scales is not None:
-            yield _Held(f"scale of {slot.name}", state.weight_scales[index, :1])
+            yield _Replicated(f"scale of {slot.name}", state.weight_scales[index, :1])
     if isinstance(state, SplitSpaceState):
-        yield _Held("predicted amaxes of split masters", state.tensor_amax)
+        yield _Replicated("predicted amaxes of split masters", state.tensor_amax)
 
 
-def _parts(slot: Slot, what: str, stored: StateTensor) -> Iterator[_Held]:
-    yield _Held(f"{what} {slot.name}", slot.padded_slice(stored.payload))
+def _parts(slot: Slot, what: str, stored: StateTensor) -> Iterator[_Replicated]:
+    yield _Replicated(f"{what} {slot.name}", slot.padded_slice(stored.payload))
     if stored.scales is not None:
         block = stored.payload.numel() // stored.scales.numel()
-        yield _Held(f"block scales of {what} {slot.name}", slot.padded_slice(stored.scales, block))
+        yield _Replicated(f"block scales of {what} {slot.name}", slot.padded_slice(stored.scales, block))
 
 
-def _shard(state: SpaceState) -> Iterator[_Held]:
+def _shard(state: SpaceState) -> Iterator[_Replicated]:
     """Masters and moments of this rank's shard of a space."""
     about = f"of {state.space.slots[0].name} and {len(state.space.slots) - 1} more"
     for kind, stored in (("master", state.master), ("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
-        yield _Held(f"{kind} {about}", stored.payload)
+        yield _Replicated(f"{kind} {about}", stored.payload)
         if stored.scales is not None:
-            yield _Held(f"block scales of {kind} {about}", stored.scales)
+            yield _Replicated(f"block scales of {kind} {about}", stored.scales)
