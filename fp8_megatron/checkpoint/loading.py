@@ -176,7 +176,7 @@ def _restore_histories(saved: SavedRun, state: Resumable) -> None:
 
 
 def _columns(keys: Tensor, histories: Iterable[dict[str, Tensor]], length: int) -> dict[str, Tensor]:
-    """Of saved amax histories of `length` steps, the columns of `keys`; empty if one is missing or is there twice."""
+    """The columns of `keys` in saved amax histories of `length` steps; empty if one is missing or is there twice."""
     parts = [values for values in histories if SLOTS in values and len(values["history"]) == length]
     saved = [key for values in parts for key in values[SLOTS].tolist()]
     count, place = Counter(saved), {key: column for column, key in enumerate(saved)}

@@ -66,7 +66,7 @@ class MegatronCheckpoint(ABC):
     @property
     @abstractmethod
     def shapes(self) -> Mapping[str, Shape]:
-        """Of every weight by its key, layers stacked."""
+        """The shape of every weight by its key, with layers stacked."""
 
     @property
     @abstractmethod
@@ -93,7 +93,7 @@ class MegatronCheckpoint(ABC):
 
     @abstractmethod
     def stored(self, kind: str, name: Name) -> Tensor:
-        """As `read`, the value as it was saved: under --apply-layernorm-1p a norm's weight is less 1."""
+        """Read a value as it was saved: under --apply-layernorm-1p a norm's weight is less 1."""
 
     @cached_property
     def step_count(self) -> int:

@@ -182,7 +182,7 @@ class TorchFiles(MegatronCheckpoint):
     def _plain_state(
         self, optimizer: Any, params: list[tuple[int, str, Tensor]]
     ) -> Iterator[tuple[tuple[int, str], dict[str, Tensor]]]:
-        """Of an optimizer that is not distributed: state by number, in groups with and without weight decay."""
+        """The state of an optimizer that is not distributed: by number, in groups with and without weight decay."""
         inner = _inner_optimizer(optimizer)
         if inner is None:
             return

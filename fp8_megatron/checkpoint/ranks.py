@@ -20,7 +20,7 @@ class Place(Protocol):
 
     @property
     def rank(self) -> int:
-        """0 is the first rank."""
+        """This rank's number. 0 is the first rank."""
 
     @property
     def world_size(self) -> int:
@@ -73,7 +73,7 @@ class Ranks:
         return result
 
     def first_keeps(self, action: Callable[[], Result]) -> Result | None:
-        """As `first_says`, with a result that stays on the first rank; None on the others."""
+        """Run an action on the first rank, which keeps the result; None on the others. Raises as `first_says`."""
         kept: list[Result] = []
         self.first_says(lambda: kept.append(action()))
         return kept[0] if kept else None

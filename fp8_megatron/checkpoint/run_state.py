@@ -306,7 +306,7 @@ def rank_tensors_of(state: Resumable) -> dict[str, Tensor]:
 
 
 def autoscales_of(optimizer: FP8DistributedOptimizer) -> dict[str, list[Tensor]]:
-    """By parameter, for each bucket that holds a part of it: FP32 [2], μ and the last saturated fraction (copies)."""
+    """Parameter → one FP32 [2] for each bucket that holds a part of it: μ and the last saturated fraction (copies)."""
     found: dict[str, list[Tensor]] = {}
     for buffer in optimizer.buffers:
         if isinstance(buffer, ShardedGradBuffer):

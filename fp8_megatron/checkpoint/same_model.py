@@ -182,7 +182,7 @@ def differing_size(saved: Mapping[str, Any], model: ModelConfig) -> Difference |
 
 
 def _unread(model: ModelConfig) -> tuple[str, ...]:
-    """Of `COMPUTED`, what the model does not read."""
+    """The settings of `COMPUTED` that the model does not read."""
     if not model.uses_rope:
         return ("rotary_base", *SETTINGS_WITHOUT_YARN, *YARN_SETTINGS)
     if model.position_embedding_type == "yarn":

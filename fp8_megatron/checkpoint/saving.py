@@ -22,7 +22,7 @@ from typing import Any
 
 import safetensors.torch
 
-from ..config.io import save_config
+from ..config.io import config_text
 from ..config.schema import Config
 from ..mcore.topology import Topology
 from ..outputs import sync
@@ -301,9 +301,5 @@ def write_last_files(
 
 
 def write_config(folder: Path, config: Config) -> FileEntry:
-    """``config.yaml``."""
-    draft = folder / f".{CONFIG}"
-    save_config(config, draft)
-    entry = write_file(folder, CONFIG, draft.read_bytes())
-    draft.unlink()
-    return entry
+    """Write ``config.yaml``, and return its entry."""
+    return write_file(folder, CONFIG, config_text(config).encode())

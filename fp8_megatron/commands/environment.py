@@ -34,7 +34,7 @@ _OPEN_MPI = {
 }
 #: Names the process that a run ends with.
 _PARENT = "FP8_MEGATRON_PARENT"
-#: Of ``linux/prctl.h``.
+#: Names an option of ``linux/prctl.h``.
 _PR_SET_PDEATHSIG = 1
 
 

@@ -24,7 +24,7 @@ from .program import exit_status, prepare_megatron
 
 #: A token takes a forward pass over the whole context, so more would take days.
 MAX_TOKENS = 1_000_000
-#: Below the first the draw is that of 0, and the scaled logits leave FP32. Beyond the other it is uniform.
+#: The lowest and the highest temperature. Below it scaled logits leave FP32; above, draws are uniform.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 
 

@@ -32,7 +32,7 @@ _TIMEOUT = timedelta(minutes=15)
 _POLL_SECONDS = 0.2
 #: Seconds until a launcher says whom it waits for.
 _QUIET_SECONDS = 30.0
-#: Of a launch of one rank, which reads it and opens no port.
+#: The port that a launch of one rank names. It opens none.
 _UNUSED_PORT = 29500
 _CLOSED = "closed"
 
@@ -60,7 +60,7 @@ class NodeRendezvous(RendezvousHandler):
         self._round = 0
 
     def get_backend(self) -> str:
-        """Its name in torch's registry."""
+        """The name of this rendezvous in torch's registry."""
         return BACKEND
 
     @property

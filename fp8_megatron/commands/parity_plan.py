@@ -41,7 +41,7 @@ _REFUSED = {
     "save": "each run saves below --output-dir",
     "output_dir": "it stands before --",
 }
-#: Those that a file may have, as that of an earlier run has. A run's flags override it.
+#: Refused settings that a file may have, as an earlier run's file has. The flags of a run override them.
 _OVERRIDDEN = {"seed", "save", "output_dir"}
 #: Settings of the run that say how long it is and on which samples. They are the same at all levels.
 _SAMPLES = (
@@ -91,7 +91,7 @@ class RunPlan:
         return [(level, seed) for seed in self.seeds for level in self.levels]
 
     def folder(self, key: RunKey) -> Path:
-        """Of a run's logs and checkpoints."""
+        """The folder of a run's logs and checkpoints."""
         return self.output_dir / "runs" / f"{key[0]}_seed_{key[1]}"
 
     def start(self, seed: int) -> str | None:

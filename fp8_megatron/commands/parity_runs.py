@@ -57,7 +57,7 @@ class Results:
 
     @classmethod
     def read(cls, plan: RunPlan, config: Config) -> Results:
-        """Those of earlier calls. The plan gets the starts of their runs.
+        """The results of earlier calls. The plan gets the starts of their runs.
 
         Raises:
             UserError: the file is damaged, or its runs have other settings; or it is gone, and unfinished runs are

@@ -8,7 +8,7 @@ from .schema import Config
 
 #: Heads of the kernels of `kernels.attention.blocks`: a multiple of the first, up to the second.
 _WIDTH_MULTIPLE, _MAX_WIDTH = 8, 256
-#: Of cuDNN's (`mcore.attention`).
+#: Limits of cuDNN (`mcore.attention`).
 _CUDNN_MAX_WIDTH = 128
 
 

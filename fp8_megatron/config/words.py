@@ -27,7 +27,7 @@ def whole_number(word: str) -> int:
 
 
 def number(word: str) -> float:
-    """As `decimal`, and whole numbers may have underscores, as those of `whole_number`."""
+    """The number that `word` writes, as `decimal` reads it. Whole numbers may have underscores."""
     return float(whole_number(word)) if "_" in word else decimal(word)
 
 

@@ -54,7 +54,7 @@ def template_text(prompt_format: str, file: str | None) -> str | None:
 
 #: Who may speak. The template says how a role is written, and may know fewer.
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: Its messages are answers, which the loss is taken over.
+#: The role whose messages are answers. The loss is taken over them.
 ANSWERING = "assistant"
 
 Message = dict[str, Any]

@@ -41,7 +41,7 @@ class ConversationFile:
     line_ends: np.ndarray
 
     def __len__(self) -> int:
-        """Lines."""
+        """The number of lines."""
         return len(self.line_ends)
 
     def conversation(self, index: int) -> slice:

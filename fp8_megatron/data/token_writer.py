@@ -122,7 +122,7 @@ class PartitionedWriter:
 
     @property
     def prefix(self) -> str:
-        """Of the dataset."""
+        """The prefix of the dataset's files."""
         return self._parts[0].prefix
 
     @property

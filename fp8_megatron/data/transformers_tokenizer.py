@@ -16,7 +16,7 @@ from .time_limits import seconds_for, watched
 from .tokenizer import Tokenizer, check_tokenizer_path
 
 _CONNECT_SECONDS = 10.0
-#: Its files may come from a slow server, or from the hub.
+#: Seconds to load a tokenizer. Its files may come from a slow server, or from the hub.
 _LOADING_SECONDS = 300.0
 
 _SETTINGS = "tokenizer_config.json"

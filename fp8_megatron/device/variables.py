@@ -73,7 +73,7 @@ def _writable_file(word: str) -> str | None:
 
 _SWITCH = _one_of("0", "1", "false", "true", "f", "t", "no", "yes", "n", "y")
 
-#: Of a launcher, of ranks that meet, and of what watches them.
+#: Variables of a launcher, of ranks that meet, and of what watches them.
 _VARIABLES: dict[str, _Check] = {
     "RANK": _whole(),
     "WORLD_SIZE": _whole(1),

@@ -53,7 +53,7 @@ class DeferredNorm(Norm):
     """A norm that the next module computes, from `norm_params`. Calling it returns its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Return `x`: the layer behind computes the norm."""
         return x
 
 

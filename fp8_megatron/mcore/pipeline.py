@@ -14,7 +14,7 @@ from ..collectives.packed import packed, packed_bytes, unpacked
 from ..dtypes import E4M3
 from .topology import Topology
 
-#: Of activations and of gradients. A block's own scale brings both into E4M3's range.
+#: The format of activations and of gradients. A block's own scale brings both into E4M3's range.
 _ACTIVATIONS = _GRADIENTS = E4M3
 
 

@@ -359,7 +359,7 @@ def _line(axes: Axes, curves: Sequence[Mapping[int, float]], form: str, **style:
 
 
 def _gap(run: RunResult, base: RunResult) -> dict[int, float]:
-    """By iteration, the relative gap of training loss to the run of the reference with the same seed, in %."""
+    """Iteration → relative gap of the training loss to the reference's run of the same seed, in %."""
     losses = dict(base.training)
     return {iteration: 100 * (loss / losses[iteration] - 1) for iteration, loss in run.training if iteration in losses}
 

@@ -21,7 +21,7 @@ from .metrics_file import read_rows, split_in_words
 #: Okabe and Ito's colours, which colour-blind readers can tell apart. The reference is grey.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE_COLOR = "#999999"
-#: Of validation sets, in turn.
+#: Colours of validation sets, in turn.
 _MARKERS = "os^Dv"
 #: A loss that falls by more than this factor gets a logarithmic axis.
 _LOG_AXIS_RATIO = 5.0
@@ -182,7 +182,7 @@ def _frame_gaps(axes: Axes, gaps: list[np.ndarray]) -> None:
 
 
 def _evals(rows: list[dict[str, Any]], path: Path) -> dict[str, EvalCurve]:
-    """Of each validation set; the test split is left out."""
+    """The curve of each validation set. The test split is left out."""
     splits = dict.fromkeys(row["split"] for row in rows if row["split"] != "test")
     of_split = {split: [row for row in rows if row["split"] == split] for split in splits}
     return {

@@ -34,7 +34,7 @@ _MARK = "run_event"
 
 
 class EventKind(str, Enum):
-    """What happened."""
+    """The kinds of events."""
 
     START = "start"
     """Ranks run, from scratch or with the weights of a checkpoint."""

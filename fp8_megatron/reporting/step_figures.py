@@ -52,13 +52,13 @@ class StepFigures:
     input_saturation_fraction: float | None = reported("fp8/input_saturation_fraction", default=None)
     """Fraction of the elements of linear layers' inputs that a delayed scale clamped, over all ranks."""
     grad_output_saturation_fraction: float | None = reported("fp8/grad_output_saturation_fraction", default=None)
-    """As `input_saturation_fraction`, of linear layers' output gradients."""
+    """The clamped fraction of linear layers' output gradients."""
     head_input_saturation_fraction: float | None = reported("fp8/head_input_saturation_fraction", default=None)
-    """As `input_saturation_fraction`, of the FP8 LM head's input."""
+    """The clamped fraction of the FP8 LM head's input."""
     weight_grad_saturation_fraction: float | None = reported("fp8/weight_grad_saturation_fraction", default=None)
     """Clamped fraction of the weight gradients that GEMMs wrote in FP8, over all ranks; None if not measured."""
     weight_grad_saturated_tensors: float | None = reported("fp8/weight_grad_saturated_tensors", default=None)
-    """Those of `saturated_tensors` that are weight gradients."""
+    """Weight gradients among `saturated_tensors`."""
     grad_saturation_fraction: float | None = reported("fp8/grad_saturation_fraction", default=None)
     """Fraction of gradient elements that the native FP8 sum clamped, largest of all tensors; None without that sum."""
     autoscale_mu: float | None = reported("fp8/autoscale_mu", default=None)

@@ -48,7 +48,7 @@ class TrainingState:
     optimizer: FP8DistributedOptimizer
     schedule: RunSchedule
     num_micro_batches: int
-    """Of a step; of a batch that grows, the most."""
+    """Micro-batches of a step; the most of them if the batch grows."""
     padded_vocab_size: int
     sampler: CastSampler | None = None
     """Measures single casts on sampled steps; None without --fp8-health-interval or FP8 layers."""

@@ -68,7 +68,7 @@ class RobustWindow:
 
     @property
     def usual(self) -> float:
-        """The median."""
+        """The median of the window."""
         return median(self._values)
 
     def deviations(self, value: float) -> float:

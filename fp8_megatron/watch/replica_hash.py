@@ -121,7 +121,7 @@ class ReplicaCheck:
         own = list(self._replicated())
         everyones: list[tuple[list[tuple[int, ...]], str]] = [([], "")] * world.size()
         torch.distributed.all_gather_object(everyones, (own, socket.gethostname()), group=world)
-        #: Of each rank, the groups that its columns compare, and its host.
+        #: By rank: the groups that its columns compare, and its host.
         self.layout = [groups for groups, _ in everyones]
         self.hosts = [host for _, host in everyones]
         self._num_columns = max(map(len, self.layout))
