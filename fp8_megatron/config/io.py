@@ -334,12 +334,6 @@ def _read_file(path: str | Path) -> dict[str, dict[str, Any]]:
     return values
 
 
-def save_config(config: Config, path: str | Path) -> None:
-    """Write `config_text` into a file. Makes parent folders."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(config_text(config), encoding="utf-8")
-
-
 def config_text(config: Config) -> str:
     """All settings by section as YAML. `load_config` reads back an equal configuration."""
     sections = {name: _plain_values(section) for name, section in _sections(config).items()}

@@ -12,7 +12,7 @@ from fp8_megatron.commands.parity_plan import check_levels
 from fp8_megatron.commands.run_settings import LEVELS
 from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.command_line import setting_name, split_flags
-from fp8_megatron.config.io import parse_command_line, parse_config, save_config
+from fp8_megatron.config.io import config_text, parse_command_line, parse_config
 from tests.harness.parity import STEPS, TRAINING, plan_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -181,7 +181,7 @@ def test_the_settings_that_are_kept_are_those_of_the_checkpoint(tmp_path: Path) 
     """Under --use-checkpoint-args."""
     folder = tmp_path / "base" / "iter_0000010"
     folder.mkdir(parents=True)
-    save_config(parse_config([*TRAINING, "--seed", "1"]), tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config_text(parse_config([*TRAINING, "--seed", "1"])))
     write_manifest(folder, [write_file(folder, "config.yaml", (tmp_path / "config.yaml").read_bytes())])
     training = ["--mock-data", *STEPS, "--use-checkpoint-args"]
     words = ["--levels", "bf16", "O3", "--seeds", "1", "--continue-from", str(tmp_path / "base")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.config.checks import ConfigError
-from fp8_megatron.config.io import load_config, parse_config, save_config
+from fp8_megatron.config.io import config_text, load_config, parse_config
 
 
 def test_a_file_of_words_stands_for_data_path(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_a_file_of_words_stands_for_data_path(tmp_path: Path) -> None:
     file.write_text("0.3 data/a\n  0.7\tdata/b\n")
     config = parse_config(["--data-args-path", str(file)])
     assert config.data.data_path == ("0.3", "data/a", "0.7", "data/b") and config.data.data_args_path is None
-    save_config(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config_text(config))
     file.unlink()
     assert load_config(tmp_path / "config.yaml") == config
 

@@ -15,7 +15,7 @@ import torch
 
 from fp8_megatron.commands import convert_checkpoint, preprocess_data
 from fp8_megatron.commands.train_tokenizer import train
-from fp8_megatron.config.io import parse_config, save_config
+from fp8_megatron.config.io import config_text, parse_config
 from fp8_megatron.reporting.metrics_file import json_line
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
@@ -39,7 +39,7 @@ def inputs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "metrics.jsonl").write_text("".join(map(json_line, steps)))
     tokenizer = {"vocab_size": VOCAB_SIZE, "tokenizer_model": root / "tokenizer.model"}
     flags = tiny_flags(root / "log", **LLAMA_STYLE_FLAGS, **tokenizer, train_iters=2, save=root / "ours")
-    save_config(parse_config(flags), root / "run.yaml")
+    (root / "run.yaml").write_text(config_text(parse_config(flags)))
     ranks.run(_train_on_a_rank, flags, num_ranks=1)
     for to, flags in (("mcore", ()), ("hf", ("--dtype", "fp32", "--max-shard-gb", "0.0002"))):
         words = ["--input", str(root / "ours"), "--output", str(root / to), "--to", to, "--no-verify", *flags]

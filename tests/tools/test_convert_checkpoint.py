@@ -24,7 +24,7 @@ from fp8_megatron.checkpoint.saved_run import SavedRun
 from fp8_megatron.checkpoint.weights import TorchDistWeights, module_name, places
 from fp8_megatron.commands import convert_checkpoint
 from fp8_megatron.config.checks import ConfigError
-from fp8_megatron.config.io import load_config, parse_config, save_config
+from fp8_megatron.config.io import config_text, load_config, parse_config
 from fp8_megatron.config.schema import (
     CheckpointConfig,
     Config,
@@ -364,7 +364,7 @@ def test_another_models_config_is_refused(
         ({"window_size": "3,0"}, "--config has window_size(3,0)"),
         ({"vocab_size": 99}, "was saved with a vocabulary of 256 tokens, --config has vocab_size(99); correct it"),
     ):
-        save_config(replace(config, model=replace(config.model, **change)), tmp_path / "other.yaml")
+        (tmp_path / "other.yaml").write_text(config_text(replace(config, model=replace(config.model, **change))))
         flags = ("--config", str(tmp_path / "other.yaml"), "--no-verify")
         assert convert(tmp_path / "run", tmp_path / "out", to, *flags) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
@@ -385,7 +385,7 @@ def test_a_config_says_nothing_else_of_a_hugging_face_model(
     path.write_text("lr: 3e-4")
     assert convert(llama, tmp_path / "out", "ours", *flags) == 0
     config = load_config(tmp_path / "out" / "iter_0000000" / "config.yaml")
-    save_config(config, path)  # all settings, of the same model
+    path.write_text(config_text(config))  # all settings, of the same model
     assert config.optimizer.lr == 3e-4 and convert(llama, tmp_path / "again", "ours", *flags) == 0
 
 
@@ -439,7 +439,7 @@ def test_megatron_cores_own_checkpoints(tmp_path: Path, model: ModelConfig) -> N
     """Saved by megatron-core → ours → trained on → megatron-core's format again."""
     config = tiny_config(replace(model, vocab_size=200))
     config = replace(config, data=DataConfig(mock_data=True))
-    save_config(config, tmp_path / "model.yaml")
+    (tmp_path / "model.yaml").write_text(config_text(config))
     values = tmp_path / "values.safetensors"
     command = [sys.executable, SCRIPT, tmp_path / "model.yaml", tmp_path / "mcore", values]
     subprocess.run(command, check=True, timeout=200)

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="exports are compared with transforme
 from fp8_megatron.checkpoint.megatron_layout import part_of
 from fp8_megatron.checkpoint.weights import WeightReader, module_name, places
 from fp8_megatron.commands import convert_checkpoint, inspect_checkpoint
-from fp8_megatron.config.io import load_config, save_config
+from fp8_megatron.config.io import config_text, load_config
 from fp8_megatron.conversion.conversion import open_source
 from fp8_megatron.conversion.hugging_face_folder import HuggingFaceWeights
 from tests.harness.megatron_run import BEFORE, config_of, megatron_run
@@ -76,7 +76,9 @@ def test_to_fp8_and_to_torch_dist(run: Path, tmp_path: Path, capsys: pytest.Capt
     size = ("--vocab-size", str(VOCAB_SIZE))
     assert convert(run / "torch", tmp_path / "mcore", "mcore", *size) == 0
     file = tmp_path / "model.yaml"
-    save_config(replace(config_of(run.name), model=replace(config_of(run.name).model, vocab_size=VOCAB_SIZE)), file)
+    file.write_text(
+        config_text(replace(config_of(run.name), model=replace(config_of(run.name).model, vocab_size=VOCAB_SIZE)))
+    )
     back = open_source(tmp_path / "mcore", config=load_config(file))
     assert_megatrons_weights(back.weights, run, number_of_weights(run))
     if run.name == "llama":  # GPT-2 has no FP8 form
@@ -133,7 +135,7 @@ def test_damaged_ranks_are_named(
     size = ("--vocab-size", str(VOCAB_SIZE))
     if isinstance(damage, str):
         own = config_of(run.name)
-        save_config(replace(own, model=replace(own.model, vocab_size=VOCAB_SIZE)), tmp_path / "model.yaml")
+        (tmp_path / "model.yaml").write_text(config_text(replace(own, model=replace(own.model, vocab_size=VOCAB_SIZE))))
         size = ("--config", str(tmp_path / "model.yaml"))
     assert convert(tmp_path / "two", tmp_path / "out", "ours", *size, "--precision", "bf16") == 2
     error = capsys.readouterr().err
@@ -179,7 +181,7 @@ def test_norm_weights_that_are_stored_less_one(run: Path, tmp_path: Path, saved_
 def test_what_a_conversion_refuses(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = config_of(run.name)
     other = tmp_path / "other.yaml"
-    save_config(replace(own, model=replace(own.model, vocab_size=VOCAB_SIZE, norm_epsilon=1e-6)), other)
+    other.write_text(config_text(replace(own, model=replace(own.model, vocab_size=VOCAB_SIZE, norm_epsilon=1e-6))))
     capped = _with_argument(run, tmp_path / "softmax", "softmax_type", "off-by-one")
     normed = _with_argument(run, tmp_path / "normed", "qk_l2_norm", True)
     legacy = _with_argument(run, tmp_path / "unstated", "hidden_size", None)

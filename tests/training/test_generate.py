@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.checks import ConfigError
-from fp8_megatron.config.io import parse_config, save_config
+from fp8_megatron.config.io import config_text, parse_config
 from fp8_megatron.config.schema import Config
 from fp8_megatron.training import generate
 from fp8_megatron.training.trainer import Trainer
@@ -99,7 +99,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     """Before any process group or device is touched."""
     config: Config = parse_config(tiny_flags(tmp_path, tensor_model_parallel_size=tensor_parallel))
-    save_config(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config_text(config))
     monkeypatch.setattr(generate, "candidates", lambda root, iteration: [1])
     monkeypatch.setattr(generate, "iteration_folder", lambda root, iteration: root)
     monkeypatch.setattr(generate, "check_files", lambda folder, names: None)

@@ -11,7 +11,7 @@ import pytest
 from fp8_megatron.checkpoint import run_lock
 from fp8_megatron.checkpoint.files import META, CheckpointError, RunLockError
 from fp8_megatron.checkpoint.run_lock import LOCK, RunIdentity, RunLock, own_restart, saved_by
-from fp8_megatron.config.io import save_config
+from fp8_megatron.config.io import config_text
 from fp8_megatron.config.schema import CheckpointConfig
 from fp8_megatron.device.processes import launch_id
 from fp8_megatron.training import run_start
@@ -236,7 +236,7 @@ def test_another_models_checkpoint_is_refused_before_there_is_a_model(tmp_path: 
     loading = CheckpointConfig(load=str(tmp_path))
     config = replace(tiny_config(MODEL), checkpoint=loading)
     check_what_is_loaded(config)  # it says nothing of its settings
-    save_config(config, folder / "config.yaml")
+    (folder / "config.yaml").write_text(config_text(config))
     check_what_is_loaded(config)
     wider = replace(config, model=replace(MODEL, hidden_size=256))
     for finetune in (False, True):
