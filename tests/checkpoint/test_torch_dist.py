@@ -119,7 +119,7 @@ def test_one_of_several_files_cannot_be_written(tmp_path: Path, monkeypatch: pyt
     write, num_threads = ChecksummedFile.write, threading.active_count()
 
     def full(file: ChecksummedFile, data: bytes | memoryview) -> int:
-        if file.record.name.endswith("_2.distcp") and file.size > 3000:
+        if file.entry.name.endswith("_2.distcp") and file.size > 3000:
             monkeypatch.setattr(file, "_file", open("/dev/full", "wb", buffering=0))  # noqa: SIM115
         return write(file, data)
 
