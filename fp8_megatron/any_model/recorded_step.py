@@ -23,8 +23,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from ..device.cuda_graph import CudaRecorder
 from ..errors import UserError
+from ..graphs.recorder import CudaRecorder
 from ..quantization.amax_history import AmaxHistory
 from .build import delayed_scales
 from .gradients import ParamGrad, RecordableGrads
@@ -42,7 +42,7 @@ class RecordingError(RuntimeError):
 
 
 class Recorder(Protocol):
-    """What makes recordings: `device.cuda_graph.CudaRecorder`."""
+    """What makes recordings: `graphs.recorder.CudaRecorder`."""
 
     kept_bytes: int
 

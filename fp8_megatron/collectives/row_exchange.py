@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
+from ..graphs import exchanges
 from ..kernels import ops
 from .all_gather import all_gather_into
 from .traffic import count_all_gather
-from .transport import copy_engine, recording
+from .transport import copy_engine
 from .transport.peer_link import Link, PeerLink
 from .transport.stream_ops import StreamBarrier
 
@@ -153,9 +154,9 @@ def share_memory(group: Group, device: torch.device) -> None:
     link = PeerLink(group, [own[: 2 * _NUM_CHANNELS].view(-1) for own in counters])
     exchange = RowExchange(group.rank(), group.size(), allocate, link)
     register(group, exchange)
-    recording.register(
+    exchanges.register(
         f"rows of {group.group_name}",
-        recording.Recordable(
+        exchanges.Recordable(
             begin=exchange.begin_recording,
             end=exchange.end_recording,
             places=counters[group.rank()][_NUM_CHANNELS : 2 * _NUM_CHANNELS],

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..collectives.all_gather import AllGatherWork, all_gather_each
-from ..collectives.transport.recording import is_recording
 from ..collectives.transport.stream_ops import side_stream
+from ..graphs.exchanges import is_recording
 from .partition import ParamSpace
 
 

@@ -6,7 +6,7 @@ launch them in time. A graph does not wait for the host. The graph reads and wri
 - micro-batches are copied into fixed buffers;
 - delayed scales are updated in place (`AmaxHistory.keep_addresses`);
 - weights are gathered into fixed buffers (`WeightGather.before_recording`);
-- exchanges by copy engines have recorded counters (`collectives.transport.recording`).
+- exchanges by copy engines have recorded counters (`graphs.exchanges`).
 
 The graph does not contain the optimizer, validation or checkpoints.
 """
@@ -24,10 +24,10 @@ import torch
 from megatron.core.tensor_parallel.random import get_all_rng_states
 from torch import Tensor
 
-from ..collectives.transport import copy_engine, recording
+from ..collectives.transport import copy_engine
 from ..config.schema import MIN_CUDA_GRAPH_WARMUP_STEPS
-from ..device import cuda_graph
 from ..device import memory as device_memory
+from ..graphs import exchanges, recorder
 from .batches import Batch, take_step
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class StepGraph:
         if not self._recorded and not self._try_to_record():
             return self._compute(self._batches, **measured)
         recorded = self._recorded[measures_underflow, samples_casts]
-        recording.launch(recorded.graph.replay)
+        exchanges.launch(recorded.graph.replay)
         self._remember_launch()
         return recorded.figures
 
@@ -178,8 +178,8 @@ class StepGraph:
         started = time.monotonic()
         self._recorded_casts = self._casts()
         measures = self._can_measure()
-        cuda_graph.make_room(self._device)
-        free_before = cuda_graph.reserved_beside_tensors(self._device)
+        recorder.make_room(self._device)
+        free_before = recorder.reserved_beside_tensors(self._device)
         plain = self._record_kind(measures_underflow=False)
         self._recorded = {(False, False): plain, (True, False): plain}
         if measures:
@@ -188,7 +188,7 @@ class StepGraph:
         if self._can_sample:
             gc.collect()
             self._recorded[True, True] = self._record_kind(measures_underflow=True, samples_casts=True)
-        self._kept_bytes = cuda_graph.reserved_beside_tensors(self._device) - free_before
+        self._kept_bytes = recorder.reserved_beside_tensors(self._device) - free_before
         device_memory.begin_another_peak(self._device)
         device_memory.count_memory_beside_allocator(self._kept_bytes)
         seconds, kept = time.monotonic() - started, self._kept_bytes / 2**30
@@ -198,11 +198,11 @@ class StepGraph:
         self._before_recording()
 
         def compute() -> Tensor:
-            with recording.recording():
+            with exchanges.recording():
                 return self._compute(self._batches, measures_underflow=measures_underflow, samples_casts=samples_casts)
 
         try:
-            graph, figures = cuda_graph.capture(compute, self._pool, generators=[*get_all_rng_states().values()])
+            graph, figures = recorder.capture(compute, self._pool, generators=[*get_all_rng_states().values()])
         except Exception as error:
             if not self._may_go_on:
                 # Logged at once: destroying process groups with collectives in a broken recording may hang.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fp8_megatron.device import graph_nodes
+from fp8_megatron.graphs import memsets
 from fp8_megatron.kernels import registration
 from tests.kernels.test_launch_options import MODULES
 from tests.kernels.test_launch_options import launches as launches_in
@@ -111,6 +111,6 @@ def test_the_kernel_of_short_memsets_assembles(capability: int, tmp_path: Path) 
     from triton.backends.nvidia.compiler import get_ptxas
 
     source = tmp_path / "fill.ptx"
-    source.write_bytes(graph_nodes._PTX.rstrip(b"\0"))
+    source.write_bytes(memsets._PTX.rstrip(b"\0"))
     words = [get_ptxas(capability).path, f"--gpu-name=sm_{capability}", str(source), "-o", str(tmp_path / "fill.cubin")]
     subprocess.run(words, check=True, capture_output=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_megatron.collectives.transport import recording
+from fp8_megatron.graphs import exchanges
 from fp8_megatron.sharding import weight_gather
 from fp8_megatron.sharding.weight_gather import WeightGather
 
@@ -52,7 +52,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(torch.cuda, "current_stream", world.current_stream)
     monkeypatch.setattr(weight_gather, "side_stream", world.side_stream)
     monkeypatch.setattr(weight_gather, "all_gather_each", world.gather_each)
-    monkeypatch.setattr(recording, "_recordables", {})
+    monkeypatch.setattr(exchanges, "_recordables", {})
     return world
 
 
@@ -77,7 +77,7 @@ def test_a_forward_awaits_each_bucket_once_in_a_recording(world: World) -> None:
     assert happened(world) == ["main awaits 0"]
     gather.before_recording()
     assert happened(world) == ["main awaits 1", "main records event 0", "main records event 1"]
-    with recording.recording():
+    with exchanges.recording():
         for bucket in (0, 1, 0, 1):  # two micro-batches
             gather.wait_for(bucket)
     assert happened(world) == ["graph awaits event 0", "graph awaits event 1"]
@@ -94,7 +94,7 @@ def test_what_is_sent_after_it_is_announced_to_launches_and_to_others(world: Wor
     gather.wait()
     assert happened(world) == ["main awaits 1", "main awaits 0"]
     gather.before_recording()  # of another kind of step
-    with recording.recording():
+    with exchanges.recording():
         gather.wait_for(1)
     assert happened(world)[-1] == "graph awaits event 1" and world.num_events == 2
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.transport import recording
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.device import memory as device_memory
+from fp8_megatron.graphs import exchanges
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.reporting.step_figures import StepFigures
@@ -113,7 +113,7 @@ class Model:
 
         self._cuda.compute()
         kind = "recorded" if self._cuda.is_capturing else "computed"
-        assert recording.is_recording() == self._cuda.is_capturing
+        assert exchanges.is_recording() == self._cuda.is_capturing
         self.calls.append((kind, measures_underflow))
         if self._cuda.is_capturing:
             self.addresses.add(tuple(batch["tokens"].data_ptr() for batch in batches))
@@ -136,7 +136,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(device_memory, "_earlier_peak_gib", 0.0)
     monkeypatch.setattr(step_graph, "get_all_rng_states", lambda: {"a": "generator of a"})
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.setattr(recording, "_recordables", {})
+    monkeypatch.setattr(exchanges, "_recordables", {})
     return cuda
 
 

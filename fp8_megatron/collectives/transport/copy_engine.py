@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...device.group import Group
 from ...device.memory import count_memory_beside_allocator
-from . import recording
+from ...graphs import exchanges
 from .stream_ops import RecordableBarrier, side_stream, stream_of
 
 #: Priority of the copy stream, on which every rank meets the others in the same order.
@@ -153,14 +153,14 @@ def _barrier_of(group: Group, device: torch.device) -> RecordableBarrier:
         barrier = _barriers[group.group_name] = RecordableBarrier(counters, group.rank())
         with side_stream(device, _PRIORITY):
             barrier()
-        recording.register(_name_of_barrier(group), barrier.recordable)
+        exchanges.register(_name_of_barrier(group), barrier.recordable)
     return barrier
 
 
 def forget_barrier(group: Group) -> None:
     """Drop the barrier of `group` after a trial failed on one of its ranks, so that no launch waits for it."""
     _barriers.pop(group.group_name, None)
-    recording.forget(_name_of_barrier(group))
+    exchanges.forget(_name_of_barrier(group))
 
 
 def _name_of_barrier(group: Group) -> str:
@@ -222,7 +222,7 @@ def remember(work: CopyWork, place: Hashable) -> CopyWork:
 
     Recorded works are left out: their launch counts as one work (`training.step_graph`).
     """
-    if not recording.is_recording():
+    if not exchanges.is_recording():
         _latest[place] = work
     return work
 
@@ -246,7 +246,7 @@ def _mark(name: str, memory: PeerMemory) -> CopyWork:
         event = torch.cuda.Event()
         event.record()
     work = CopyWork(name, memory.group, event, time.monotonic())
-    if not recording.is_recording():
+    if not exchanges.is_recording():
         _started.append(work)
     return work
 

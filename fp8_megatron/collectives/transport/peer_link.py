@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...device.group import Group
-from . import copy_engine, recording, stream_ops
+from ...graphs import exchanges
+from . import copy_engine, stream_ops
 from .copy_engine import CopyWork
 from .stream_ops import stream_of
 
@@ -79,7 +80,7 @@ class PeerLink:
     def sent(self, name: str, turn: int) -> CopyWork:
         """See `Link.sent`."""
         # An event that was recorded into a graph is not queried outside it.
-        key = (name, turn, recording.is_recording())
+        key = (name, turn, exchanges.is_recording())
         event = self._events.get(key)
         if event is None:
             event = self._events[key] = self._new_event()

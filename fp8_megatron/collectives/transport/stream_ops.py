@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from . import recording
+from ...graphs import exchanges
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 #: Waits until the number has reached the value, in cyclic order.
@@ -180,10 +180,10 @@ class RecordableBarrier:
     def __init__(self, counters: Sequence[Tensor], rank: int) -> None:
         of_kinds = zip(*(own.unbind() for own in counters), strict=True)
         self._usual, self._recorded, launches = (StreamBarrier(places, rank) for places in of_kinds)
-        self.recordable = recording.Recordable(
+        self.recordable = exchanges.Recordable(
             begin=self._recorded.restart, end=lambda: None, places=counters[rank][1], meet=launches
         )
 
     def __call__(self) -> None:
         """Queue a meeting on the current stream."""
-        (self._recorded if recording.is_recording() else self._usual)()
+        (self._recorded if exchanges.is_recording() else self._usual)()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_megatron.device import cuda_graph, graph_nodes
-from fp8_megatron.device.graph_nodes import Fill
 from fp8_megatron.dtypes import E4M3
+from fp8_megatron.graphs import memsets, recorder
+from fp8_megatron.graphs.memsets import Fill
 from fp8_megatron.kernels import ops
 
 MEMSET, KERNEL = 2, 0
@@ -36,9 +36,9 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with
 
 
 def num_memsets(graph: torch.cuda.CUDAGraph) -> int:
-    driver = graph_nodes._driver()
+    driver = memsets._driver()
     kinds = []
-    for node in graph_nodes._nodes(driver.cuGraphGetNodes, graph.raw_cuda_graph()):
+    for node in memsets._nodes(driver.cuGraphGetNodes, graph.raw_cuda_graph()):
         kind = ctypes.c_int()
         assert driver.cuGraphNodeGetType(node, ctypes.byref(kind)) == 0
         kinds.append(kind.value)
@@ -70,7 +70,7 @@ def test_a_graph_writes_what_memsets_wrote() -> None:
     x.zero_()
     compute()
     expected = seen.clone(), x.clone()
-    graph, _ = cuda_graph.capture(compute, torch.cuda.graph_pool_handle())
+    graph, _ = recorder.capture(compute, torch.cuda.graph_pool_handle())
     assert num_memsets(graph) == 2
     for _ in range(3):
         x.zero_()
@@ -92,7 +92,7 @@ def test_gemms_of_a_graph_have_no_memsets_and_the_same_bits() -> None:
 
     compute()
     expected = [out.clone() for out in outs]
-    graph, _ = cuda_graph.capture(compute, torch.cuda.graph_pool_handle())
+    graph, _ = recorder.capture(compute, torch.cuda.graph_pool_handle())
     assert num_memsets(graph) == 0
     for _ in range(3):
         for out in outs:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.collectives.transport import recording
-from fp8_megatron.collectives.transport.recording import Recordable
+from fp8_megatron.graphs import exchanges
+from fp8_megatron.graphs.exchanges import Recordable
 
 
 def test_everybody_counts_anew_inside_a_recording_alone(recordables: dict[str, Recordable]) -> None:
     events: list[str] = []
     for name in "ab":
-        recording.register(
+        exchanges.register(
             name,
             Recordable(
                 begin=lambda name=name: events.append(f"{name} begins"),
@@ -21,12 +21,12 @@ def test_everybody_counts_anew_inside_a_recording_alone(recordables: dict[str, R
                 meet=lambda: None,
             ),
         )
-    assert not recording.is_recording()
-    with pytest.raises(ZeroDivisionError), recording.recording():
-        assert recording.is_recording()
+    assert not exchanges.is_recording()
+    with pytest.raises(ZeroDivisionError), exchanges.recording():
+        assert exchanges.is_recording()
         events.append("recorded")
         raise ZeroDivisionError
-    assert not recording.is_recording()
+    assert not exchanges.is_recording()
     assert events == ["a begins", "b begins", "recorded", "a ends", "b ends"]
 
 
@@ -34,12 +34,12 @@ def test_what_is_forgotten_is_not_met(recordables: dict[str, Recordable]) -> Non
     def refuse() -> None:
         raise AssertionError
 
-    recording.register("a", Recordable(begin=refuse, end=refuse, places=torch.zeros(1), meet=refuse))
-    recording.forget("a")
-    recording.forget("b")
-    with recording.recording():
+    exchanges.register("a", Recordable(begin=refuse, end=refuse, places=torch.zeros(1), meet=refuse))
+    exchanges.forget("a")
+    exchanges.forget("b")
+    with exchanges.recording():
         pass
-    recording.launch(lambda: None)
+    exchanges.launch(lambda: None)
 
 
 def test_a_launch_meets_the_others_before_and_after(recordables: dict[str, Recordable]) -> None:
@@ -47,7 +47,7 @@ def test_a_launch_meets_the_others_before_and_after(recordables: dict[str, Recor
     events: list[str] = []
     places = [torch.ones(2), torch.ones(2)]
     for name, own in zip("ab", places, strict=True):
-        recording.register(
+        exchanges.register(
             name,
             Recordable(
                 begin=lambda: None,
@@ -64,7 +64,7 @@ def test_a_launch_meets_the_others_before_and_after(recordables: dict[str, Recor
 
     for _ in range(2):
         events.clear()
-        recording.launch(replay)
+        exchanges.launch(replay)
         assert events == [
             "met at [0.0, 0.0]",
             "met at [0.0, 0.0]",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_megatron.device import cuda_graph
+from fp8_megatron.graphs import recorder as graphs
 
 DEVICE = torch.device("cuda", 0)
 
@@ -135,13 +135,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     cuda = Cuda()
     for name in [name for name in dir(Cuda) if not name.startswith("_")] + ["default_generators"]:
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    cuda_graph._recording_stream.cache_clear()
+    graphs._recording_stream.cache_clear()
     yield cuda
-    cuda_graph._recording_stream.cache_clear()
+    graphs._recording_stream.cache_clear()
 
 
 def test_a_recording(cuda: Cuda) -> None:
-    recorder = cuda_graph.CudaRecorder(DEVICE, [Generator(name, cuda) for name in "ab"])  # type: ignore[misc]
+    recorder = graphs.CudaRecorder(DEVICE, [Generator(name, cuda) for name in "ab"])  # type: ignore[misc]
     launch, result = recorder.record(lambda: 3)
     assert result == 3 and recorder.kept_bytes == 50
     capture = "capture in pool 1 on own, thread_local"
@@ -158,16 +158,16 @@ def test_a_recording(cuda: Cuda) -> None:
 def test_a_recording_is_made_ready_on_its_own_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is not always the current one. A kernel in a memset's place runs on the GPU that it was loaded for."""
     replaced_on: list[int] = []
-    monkeypatch.setattr(cuda_graph, "replace_memsets", lambda graph: replaced_on.append(cuda.current_device()))
+    monkeypatch.setattr(graphs, "replace_memsets", lambda graph: replaced_on.append(cuda.current_device()))
     stream = Stream("own", cuda)
     stream.device_index = 3
-    cuda_graph.capture(lambda: None, "pool", stream=stream)  # type: ignore[arg-type]
-    cuda_graph.capture(lambda: None, "pool")
+    graphs.capture(lambda: None, "pool", stream=stream)  # type: ignore[arg-type]
+    graphs.capture(lambda: None, "pool")
     assert replaced_on == cuda.instantiated_on == [3, 0] and cuda.current_device() == 0
 
 
 def test_work_beside_the_current_stream(cuda: Cuda) -> None:
-    recorder = cuda_graph.CudaRecorder(DEVICE)
+    recorder = graphs.CudaRecorder(DEVICE)
     with pytest.raises(KeyError), recorder.beside():
         cuda.calls.append("work")
         raise KeyError
@@ -175,7 +175,7 @@ def test_work_beside_the_current_stream(cuda: Cuda) -> None:
 
 
 def test_recorders_share_a_stream(cuda: Cuda) -> None:
-    recorders = [cuda_graph.CudaRecorder(DEVICE) for _ in range(2)]
+    recorders = [graphs.CudaRecorder(DEVICE) for _ in range(2)]
     assert recorders[0]._stream is recorders[1]._stream
 
 
@@ -184,12 +184,12 @@ def test_the_first_error_is_raised(cuda: Cuda) -> None:
         raise KeyError("first")
 
     with pytest.raises(KeyError, match="first") as caught:
-        cuda_graph.capture(compute, "pool")
+        graphs.capture(compute, "pool")
     assert caught.value.__cause__ is None
 
 
 def test_a_broken_recording_leaves_stream_and_generators_as_they_were(cuda: Cuda) -> None:
-    recorder = cuda_graph.CudaRecorder(DEVICE, [Generator("a", cuda)])  # type: ignore[list-item]
+    recorder = graphs.CudaRecorder(DEVICE, [Generator("a", cuda)])  # type: ignore[list-item]
 
     def compute() -> None:
         raise KeyError
@@ -202,7 +202,7 @@ def test_a_broken_recording_leaves_stream_and_generators_as_they_were(cuda: Cuda
 
 
 def test_lines_that_wait_are_noted(cuda: Cuda) -> None:
-    recorder = cuda_graph.CudaRecorder(DEVICE)
+    recorder = graphs.CudaRecorder(DEVICE)
     waits: list[str] = []
     with pytest.warns(UserWarning, match="mine") as seen, recorder.beside(waits):
         assert cuda.sync_mode == "warn"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .graph_nodes import replace_memsets
+from .memsets import replace_memsets
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""Work that the host launches, recorded as CUDA graphs."""
