@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
 from ..errors import UserError
-from ..graphs.recorder import CudaRecorder
+from ..graphs.recorder import CudaRecorder, Recorder
 from ..quantization.amax_history import AmaxHistory
 from .build import delayed_scales
 from .gradients import ParamGrad, RecordableGrads
@@ -39,21 +39,6 @@ _SHARED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 
 class RecordingError(RuntimeError):
     """The step cannot be recorded. Its cause is the first error, whose traceback ends in the line to change."""
-
-
-class Recorder(Protocol):
-    """What makes recordings: `graphs.recorder.CudaRecorder`."""
-
-    kept_bytes: int
-
-    def beside(self, waits: list[str] | None = None) -> AbstractContextManager[None]:
-        """Where work runs that will be recorded. `waits` receives the lines at which it waits for the device."""
-
-    def record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record `compute`: what launches it, and its result."""
-
-    def release(self) -> None:
-        """Free the memory of recordings that nothing refers to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +263,7 @@ class RecordedStep:
         torch.clear_autocast_cache()  # else a cast made outside would be the recording's weight for good
         try:
             with _no_saved_random_numbers():
-                launch, (result, tensors) = self._recorder.record(compute)
+                ((launch, (result, tensors)),) = self._recorder.record(compute)
             self._check_addresses(buffers)
         except Exception as error:
             self._grads.restore(before)
@@ -362,7 +347,7 @@ def record_step(
         raise UserError(f"on_error({on_error!r}) is neither raise nor warn")
     _check_model(model)
     device = next(model.parameters()).device
-    recorder = CudaRecorder(device, generators) if device.type == "cuda" else None
+    recorder = CudaRecorder(device, lambda: generators) if device.type == "cuda" else None
     return RecordedStep(
         compute,
         model,

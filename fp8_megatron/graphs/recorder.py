@@ -1,4 +1,4 @@
-"""What the host launches, recorded as a CUDA graph."""
+"""What the host launches, recorded as CUDA graphs: the trainer's steps, and those of `record_step`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,19 +16,39 @@ from .memsets import replace_memsets
 T = TypeVar("T")
 
 
+class Recorder(Protocol):
+    """What makes recordings: `CudaRecorder`.
+
+    Attributes:
+        kept_bytes: memory that the recordings keep, without the tensors that they handed out.
+    """
+
+    kept_bytes: int
+
+    def beside(self, waits: list[str] | None = None) -> AbstractContextManager[None]:
+        """Where work runs that will be recorded. `waits` receives the lines at which it waits for the device."""
+
+    def record(
+        self, *computes: Callable[[], T], before: Callable[[], None] = ...
+    ) -> Sequence[tuple[Callable[[], None], T]]:
+        """Record each of `computes`: what launches it, and its result. `before` is called in front of each."""
+
+    def forget(self) -> None:
+        """Nothing refers to the recordings any more."""
+
+    def release(self) -> None:
+        """`forget`, and free their memory; waits for the device."""
+
+
 def capture(
-    compute: Callable[[], T],
-    pool: Any,
-    *,
-    generators: Sequence[torch.Generator] = (),
-    stream: torch.cuda.Stream | None = None,
+    compute: Callable[[], T], pool: Any, stream: torch.cuda.Stream, generators: Sequence[torch.Generator] = ()
 ) -> tuple[torch.cuda.CUDAGraph, T]:
     """Record what `compute` launches; nothing runs. Returns the graph and the result of `compute`, at fixed addresses.
 
     Args:
         pool: memory that recordings share (`torch.cuda.graph_pool_handle`).
+        stream: to record on.
         generators: random generators that `compute` draws from, beside the device's own.
-        stream: to record on; None: torch's for graphs.
 
     Raises:
         Exception: the error of `compute`. Ending the broken recording raises a second one, which is dropped.
@@ -37,16 +57,15 @@ def capture(
     for generator in generators:
         graph.register_generator_state(generator)
     first: Exception | None = None
-    chosen: dict[str, Any] = {} if stream is None else {"stream": stream}
     try:
         # Meanwhile loaders pin memory and watches query events, so only this thread's calls may break the capture.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local", **chosen):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             try:
                 result = compute()
             except Exception as error:
                 first = error
                 raise
-        with nullcontext() if stream is None else torch.cuda.device(stream.device_index):
+        with torch.cuda.device(stream.device_index):
             replace_memsets(graph.raw_cuda_graph())
             graph.instantiate()
     except Exception as error:
@@ -75,14 +94,11 @@ def _recording_stream(device: torch.device) -> torch.cuda.Stream:
 class CudaRecorder:
     """Records work of one device on a stream beside the current one. All recordings share their memory.
 
-    What runs before a recording runs on that stream, too: torch ties a parameter's gradient to the stream of its first
-    use.
-
-    Attributes:
-        kept_bytes: memory that the recordings keep, without the tensors that they handed out.
+    Args:
+        generators: returns the random generators that recorded work draws from, beside the device's own.
     """
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, device: torch.device, generators: Callable[[], Sequence[torch.Generator]] = lambda: ()) -> None:
         self.device = device
         self.kept_bytes = 0
         self._generators = generators
@@ -92,6 +108,9 @@ class CudaRecorder:
     @contextmanager
     def beside(self, waits: list[str] | None = None) -> Iterator[None]:
         """Run the block on the recorder's stream, behind and in front of the current stream's work.
+
+        What runs before a recording of any loop runs there: torch ties a parameter's gradient to the stream of its
+        first use.
 
         Args:
             waits: receives the lines at which the host waits for the device, which a recording cannot.
@@ -104,31 +123,42 @@ class CudaRecorder:
         finally:
             current.wait_stream(self._stream)
 
-    def record(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Record what `compute` launches; nothing runs. Returns what launches it, and the result of `compute`."""
+    def record(
+        self, *computes: Callable[[], T], before: Callable[[], None] = lambda: None
+    ) -> list[tuple[Callable[[], None], T]]:
+        """See `Recorder.record`. Nothing runs. All are recorded at once: a later recording might find no room."""
         make_room(self.device)
         free_before = reserved_beside_tensors(self.device)
-        current = torch.cuda.current_stream(self.device)
-        try:
-            graph, result = capture(compute, self._pool, generators=self._generators, stream=self._stream)
-        finally:
-            if torch.cuda.current_stream(self.device) != current:
-                self._mend(current)
-        gc.collect()
+        recordings = []
+        for compute in computes:
+            before()
+            recordings.append(self._record(compute))
+            gc.collect()  # frees what the recording has left for the next one
         self.kept_bytes += max(0, reserved_beside_tensors(self.device) - free_before)
+        return recordings
+
+    def _record(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        current, generators = torch.cuda.current_stream(self.device), self._generators()
+        try:
+            graph, result = capture(compute, self._pool, self._stream, generators)
+        finally:
+            if torch.cuda.current_stream(self.device) != current:  # torch leaves a broken recording's
+                torch.cuda.set_stream(current)
+                for generator in (torch.cuda.default_generators[current.device_index], *generators):
+                    generator.graphsafe_set_state(generator.clone_state())  # else it waits for the recording's end
         return graph.replay, result
 
-    def _mend(self, current: torch.cuda.Stream) -> None:
-        """Undo what torch leaves of a broken recording: its stream, and generators that wait for its end."""
-        torch.cuda.set_stream(current)
-        for generator in (torch.cuda.default_generators[current.device_index], *self._generators):
-            generator.graphsafe_set_state(generator.clone_state())
+    def forget(self) -> None:
+        """See `Recorder.forget`. Later recordings have memory of their own: torch takes no pool again whose recordings
+        are gone.
+        """
+        self._pool = torch.cuda.graph_pool_handle()
+        self.kept_bytes = 0
 
     def release(self) -> None:
-        """Free the memory of recordings that nothing refers to any more; waits for the device."""
+        """See `Recorder.release`."""
+        self.forget()
         make_room(self.device)
-        self._pool = torch.cuda.graph_pool_handle()  # torch takes no pool again whose recordings are gone
-        self.kept_bytes = 0
 
 
 @contextmanager

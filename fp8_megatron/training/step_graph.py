@@ -13,21 +13,21 @@ The graph does not contain the optimizer, validation or checkpoints.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import torch
-from megatron.core.tensor_parallel.random import get_all_rng_states
 from torch import Tensor
 
 from ..collectives.transport import copy_engine
 from ..config.schema import MIN_CUDA_GRAPH_WARMUP_STEPS
 from ..device import memory as device_memory
-from ..graphs import exchanges, recorder
+from ..graphs import exchanges
+from ..graphs.recorder import Recorder
 from .batches import Batch, take_step
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,8 @@ class ComputeGradients(Protocol):
     def __call__(self, batches: list[Batch], *, measures_underflow: bool, samples_casts: bool) -> Tensor: ...
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorded:
-    graph: torch.cuda.CUDAGraph
-    figures: Tensor
-
-
 class StepGraph:
-    """Runs `compute` on each step's micro-batches: directly during the warm-up, then as a recorded graph.
+    """Runs `compute` on each step's micro-batches: directly during the warm-up, then as a recording.
 
     Steps that measure underflow and steps that sample casts have recordings of their own, which share the memory of the
     first. All ranks call this for the same steps with the same arguments. A launch runs no Python: Python state that
@@ -54,6 +48,7 @@ class StepGraph:
 
     Args:
         compute: must not wait for the device.
+        recorder: of this step alone.
         before_recording: called before each recording.
         can_measure: called after a step that measured underflow; returns whether there was anything to measure.
         can_sample: whether casts can be sampled.
@@ -69,6 +64,7 @@ class StepGraph:
     def __init__(
         self,
         compute: ComputeGradients,
+        recorder: Recorder,
         before_recording: Callable[[], None],
         *,
         can_measure: Callable[[], bool],
@@ -82,7 +78,7 @@ class StepGraph:
         warmup_steps: int,
     ) -> None:
         assert warmup_steps >= MIN_CUDA_GRAPH_WARMUP_STEPS, warmup_steps
-        self._compute = compute
+        self._compute, self._recorder = compute, recorder
         self._before_recording = before_recording
         self._can_measure = can_measure
         self._can_sample = can_sample
@@ -97,10 +93,8 @@ class StepGraph:
         #: Whether steps are recorded; None during the warm-up.
         self._records: bool | None = None
         self._batches: list[Batch] = []
-        self._pool = torch.cuda.graph_pool_handle()
-        #: The recordings; the key is whether they measure underflow, and whether they sample casts.
-        self._recorded: dict[tuple[bool, bool], _Recorded] = {}
-        self._kept_bytes = 0
+        #: What launches a recording, and its result. By whether it measures underflow, and whether it samples casts.
+        self._recorded: dict[tuple[bool, bool], tuple[Callable[[], None], Tensor]] = {}
 
     def __call__(
         self,
@@ -139,16 +133,16 @@ class StepGraph:
         self._take_in_place(loader)
         if not self._recorded and not self._try_to_record():
             return self._compute(self._batches, **measured)
-        recorded = self._recorded[measures_underflow, samples_casts]
-        exchanges.launch(recorded.graph.replay)
+        launch, figures = self._recorded[measures_underflow, samples_casts]
+        exchanges.launch(launch)
         self._remember_launch()
-        return recorded.figures
+        return figures
 
     def release(self) -> None:
         """Free the recordings. Call this before the process groups that they use are destroyed."""
         self._recorded.clear()
-        device_memory.count_memory_beside_allocator(-self._kept_bytes)
-        self._kept_bytes = 0
+        device_memory.count_memory_beside_allocator(-self._recorder.kept_bytes)
+        self._recorder.forget()
 
     def _take_in_place(self, loader: Iterator[Batch]) -> None:
         if not self._batches:
@@ -168,47 +162,33 @@ class StepGraph:
                 raise
             logger.warning("steps go on as Python launches them: recording one failed (%s)", error)
         self._records = False  # below, the error no longer refers to the graph's memory
-        self.release()
-        gc.collect()
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # torch does not always free memory behind a broken recording
+            self._recorder.release()
         return False
 
     def _record(self) -> None:
-        """Record every kind of step at once. A later recording might not fit into memory, and would disturb timings."""
+        """Record every kind of step at once. A later recording would disturb timings."""
         started = time.monotonic()
         self._recorded_casts = self._casts()
-        measures = self._can_measure()
-        recorder.make_room(self._device)
-        free_before = recorder.reserved_beside_tensors(self._device)
-        plain = self._record_kind(measures_underflow=False)
-        self._recorded = {(False, False): plain, (True, False): plain}
-        if measures:
-            gc.collect()  # frees what the first recording left for the second
-            self._recorded[True, False] = self._record_kind(measures_underflow=True)
-        if self._can_sample:
-            gc.collect()
-            self._recorded[True, True] = self._record_kind(measures_underflow=True, samples_casts=True)
-        self._kept_bytes = recorder.reserved_beside_tensors(self._device) - free_before
-        device_memory.begin_another_peak(self._device)
-        device_memory.count_memory_beside_allocator(self._kept_bytes)
-        seconds, kept = time.monotonic() - started, self._kept_bytes / 2**30
-        logger.info("recorded a step as a CUDA graph in %.1f s; %.2f GiB are kept for it", seconds, kept)
-
-    def _record_kind(self, *, measures_underflow: bool, samples_casts: bool = False) -> _Recorded:
-        self._before_recording()
-
-        def compute() -> Tensor:
-            with exchanges.recording():
-                return self._compute(self._batches, measures_underflow=measures_underflow, samples_casts=samples_casts)
-
+        kinds = [(False, False), *[(True, False)] * self._can_measure(), *[(True, True)] * self._can_sample]
+        computes = [partial(self._compute_in_place, *kind) for kind in kinds]
         try:
-            graph, figures = recorder.capture(compute, self._pool, generators=[*get_all_rng_states().values()])
+            recordings = self._recorder.record(*computes, before=self._before_recording)
         except Exception as error:
             if not self._may_go_on:
                 # Logged at once: destroying process groups with collectives in a broken recording may hang.
                 logger.error("recording a step failed; give --cuda-graph-impl none to train without", exc_info=error)
             raise
-        return _Recorded(graph, figures)
+        self._recorded = dict(zip(kinds, recordings, strict=True))
+        self._recorded.setdefault((True, False), recordings[0])
+        device_memory.begin_another_peak(self._device)
+        device_memory.count_memory_beside_allocator(self._recorder.kept_bytes)
+        seconds, kept = time.monotonic() - started, self._recorder.kept_bytes / 2**30
+        logger.info("recorded a step as a CUDA graph in %.1f s; %.2f GiB are kept for it", seconds, kept)
+
+    def _compute_in_place(self, measures_underflow: bool, samples_casts: bool) -> Tensor:
+        with exchanges.recording():
+            return self._compute(self._batches, measures_underflow=measures_underflow, samples_casts=samples_casts)
 
     def _remember_launch(self) -> None:
         """Report the launch to the watch over ranks, which cannot see the collectives inside a graph."""

@@ -7,10 +7,12 @@ from functools import partial
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import get_all_rng_states
 from torch import Tensor
 
 from ..device import memory as device_memory
 from ..device.memory import HostCopy
+from ..graphs.recorder import CudaRecorder, Recorder
 from ..mcore.pipeline import schedule_arguments
 from ..planning.activations import predict_validation_bytes
 from ..quantization.cast_report import CastReport
@@ -96,11 +98,16 @@ def compute_gradients(
 
 
 def step_graph(
-    state: TrainingState, choice: GraphChoice, *, most_documents: Callable[[], int | None] = lambda: None
+    state: TrainingState,
+    choice: GraphChoice,
+    recorder: Recorder | None = None,
+    *,
+    most_documents: Callable[[], int | None] = lambda: None,
 ) -> StepGraph | None:
     """`compute_gradients` as a CUDA graph; None if steps are not recorded.
 
     Args:
+        recorder: of these steps alone; None: the device's.
         most_documents: how many a micro-batch may have; None: attention crosses documents.
     """
     if not choice.records or not documents_fit(state.config, most_documents()):
@@ -131,6 +138,7 @@ def step_graph(
 
     return StepGraph(
         partial(compute_gradients, state),
+        recorder or CudaRecorder(state.device, lambda: [*get_all_rng_states().values()]),
         before_recording,
         can_measure=lambda: any(buffer.underflow is not None for buffer in state.optimizer.buffers),
         can_sample=state.sampler is not None,

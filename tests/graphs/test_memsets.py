@@ -70,7 +70,7 @@ def test_a_graph_writes_what_memsets_wrote() -> None:
     x.zero_()
     compute()
     expected = seen.clone(), x.clone()
-    graph, _ = recorder.capture(compute, torch.cuda.graph_pool_handle())
+    graph, _ = recorder.capture(compute, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
     assert num_memsets(graph) == 2
     for _ in range(3):
         x.zero_()
@@ -92,7 +92,7 @@ def test_gemms_of_a_graph_have_no_memsets_and_the_same_bits() -> None:
 
     compute()
     expected = [out.clone() for out in outs]
-    graph, _ = recorder.capture(compute, torch.cuda.graph_pool_handle())
+    graph, _ = recorder.capture(compute, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
     assert num_memsets(graph) == 0
     for _ in range(3):
         for out in outs:

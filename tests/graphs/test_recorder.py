@@ -141,15 +141,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 
 def test_a_recording(cuda: Cuda) -> None:
-    recorder = graphs.CudaRecorder(DEVICE, [Generator(name, cuda) for name in "ab"])  # type: ignore[misc]
-    launch, result = recorder.record(lambda: 3)
+    recorder = graphs.CudaRecorder(DEVICE, lambda: [Generator(name, cuda) for name in "ab"])  # type: ignore[misc]
+    ((launch, result),) = recorder.record(lambda: 3)
     assert result == 3 and recorder.kept_bytes == 50
     capture = "capture in pool 1 on own, thread_local"
     assert cuda.calls == ["synchronize", "register a", "register b", capture]
     launch()
     assert cuda.calls[-1] == "replay"
-    recorder.record(lambda: 4)
-    assert recorder.kept_bytes == 100 and cuda.calls[-1] == capture
+    recorder.record(lambda: 4, lambda: 5, before=lambda: cuda.calls.append("before"))
+    again = ["before", "register a", "register b", capture]
+    assert recorder.kept_bytes == 150 and cuda.calls[5:] == ["synchronize", *again, *again]
     recorder.release()
     recorder.record(lambda: 5)
     assert recorder.kept_bytes == 50 and "pool 2" in cuda.calls[-1]
@@ -161,9 +162,8 @@ def test_a_recording_is_made_ready_on_its_own_gpu(cuda: Cuda, monkeypatch: pytes
     monkeypatch.setattr(graphs, "replace_memsets", lambda graph: replaced_on.append(cuda.current_device()))
     stream = Stream("own", cuda)
     stream.device_index = 3
-    graphs.capture(lambda: None, "pool", stream=stream)  # type: ignore[arg-type]
-    graphs.capture(lambda: None, "pool")
-    assert replaced_on == cuda.instantiated_on == [3, 0] and cuda.current_device() == 0
+    graphs.capture(lambda: None, "pool", stream)  # type: ignore[arg-type]
+    assert replaced_on == cuda.instantiated_on == [3] and cuda.current_device() == 0
 
 
 def test_work_beside_the_current_stream(cuda: Cuda) -> None:
@@ -184,12 +184,12 @@ def test_the_first_error_is_raised(cuda: Cuda) -> None:
         raise KeyError("first")
 
     with pytest.raises(KeyError, match="first") as caught:
-        graphs.capture(compute, "pool")
+        graphs.capture(compute, "pool", Stream("own", cuda))  # type: ignore[arg-type]
     assert caught.value.__cause__ is None
 
 
 def test_a_broken_recording_leaves_stream_and_generators_as_they_were(cuda: Cuda) -> None:
-    recorder = graphs.CudaRecorder(DEVICE, [Generator("a", cuda)])  # type: ignore[list-item]
+    recorder = graphs.CudaRecorder(DEVICE, lambda: [Generator("a", cuda)])  # type: ignore[list-item]
 
     def compute() -> None:
         raise KeyError

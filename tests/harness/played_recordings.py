@@ -1,4 +1,4 @@
-"""Recordings of `record_step` that Python plays, on the CPU."""
+"""Recordings of the trainer's steps and of `record_step` that Python plays, on the CPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from fp8_megatron.any_model.recorded_grads import RecordedGrads
 from fp8_megatron.any_model.recorded_step import RecordedStep
 
 
-class FakeRecorder:
-    """Records as CUDA does: `record` runs Python but no kernel, a launch runs kernels but leaves Python as it was.
+class PlayedRecorder:
+    """`record` runs Python, and a launch runs it again: what it returns, a tensor, goes to where it was.
 
-    What a launch writes goes to the addresses of the recording; they hold NaN until then.
+    Attributes:
+        is_recording, is_launching: whether `record` or a launch runs Python now.
+        fails: what a recording ends with.
     """
 
     def __init__(self) -> None:
-        self.step: RecordedStep | None = None
         self.kept_bytes = 0
-        self.num_launches = self.num_releases = 0
+        self.num_recordings = self.num_launches = self.num_releases = 0
+        self.is_recording = self.is_launching = False
         self.fails: Exception | None = None
         self.waits_at = ""
 
@@ -32,9 +34,52 @@ class FakeRecorder:
             waits.append(self.waits_at)
         return nullcontext()
 
-    def release(self) -> None:
+    def record(
+        self, *computes: Callable[[], Any], before: Callable[[], None] = lambda: None
+    ) -> list[tuple[Callable[[], None], Any]]:
+        recordings = []
+        for compute in computes:
+            before()
+            self.is_recording = True
+            try:
+                recordings.append(self._record(compute))
+            finally:
+                self.is_recording = False
+            if self.fails is not None:
+                raise self.fails
+            self.num_recordings += 1
+            self.kept_bytes += 1000
+        return recordings
+
+    def forget(self) -> None:
         self.kept_bytes = 0
+
+    def release(self) -> None:
+        self.forget()
         self.num_releases += 1
+
+    def _record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        result = compute()
+
+        def launch() -> None:
+            self.is_launching = True
+            result.copy_(compute())
+            self.is_launching = False
+
+        return launch, result
+
+
+class FakeRecorder(PlayedRecorder):
+    """Records as CUDA does: `record` runs Python but no kernel, a launch runs kernels but leaves Python as it was.
+
+    What a launch writes goes to the addresses of the recording; they hold NaN until then.
+    """
+
+    with_grad = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step: RecordedStep | None = None
 
     def _memory(self) -> list[Tensor]:
         assert self.step is not None
@@ -49,7 +94,7 @@ class FakeRecorder:
         found += [p.grad for p in step._params if p.grad is not None and type(p.grad) is Tensor]
         return found
 
-    def record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def _record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         assert self.step is not None
         grads = self.step._grads
         before, random = grads.notes(), torch.get_rng_state()
@@ -62,9 +107,6 @@ class FakeRecorder:
         for tensor, value in held:
             tensor.copy_(value)
         torch.set_rng_state(random)
-        if self.fails is not None:
-            raise self.fails
-        self.kept_bytes += 1000
 
         def launch() -> None:
             self.num_launches += 1
@@ -80,8 +122,6 @@ class FakeRecorder:
                 vars(owner).update(values)
 
         return launch, (result, tensors)
-
-    with_grad = True
 
 
 def _knowledge(grads: RecordedGrads) -> list[tuple[Any, dict[str, Any]]]:

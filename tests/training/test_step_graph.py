@@ -1,9 +1,8 @@
-"""Who is asked for what when steps are recorded; CUDA is played by a graph that calls Python again."""
+"""Who is asked for what when steps are recorded; a recorder plays CUDA and calls Python again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,126 +17,44 @@ from fp8_megatron.graphs import exchanges
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.reporting.step_figures import StepFigures
-from fp8_megatron.training import step_graph, train_step
+from fp8_megatron.training import train_step
 from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.graph_choice import GraphChoice
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.step_graph import StepGraph
+from tests.harness.played_recordings import PlayedRecorder
 from tests.harness.runs import tiny_flags
 
 CPU = torch.device("cpu")
-GIB = 1 << 30
-
-
-class Cuda:
-    """`torch.cuda` as far as recordings use it: with 10 GiB of tensors, of 3 GiB more while a step is computed."""
-
-    def __init__(self) -> None:
-        self.graphs: list[Graph] = []
-        self.is_capturing = False
-        self.pool = self.peak = 0
-
-    def CUDAGraph(self, *, keep_graph: bool) -> Graph:
-        assert keep_graph
-        return Graph()
-
-    def graph_pool_handle(self) -> str:
-        return "pool"
-
-    @contextmanager
-    def graph(self, graph: Graph, *, pool: str, capture_error_mode: str) -> Iterator[None]:
-        assert pool == "pool" and capture_error_mode == "thread_local"
-        self.graphs.append(graph)
-        self.is_capturing = True
-        try:
-            yield
-        finally:
-            self.is_capturing = False
-
-    def synchronize(self, device: torch.device) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def compute(self) -> None:
-        """Of a recording, in the memory that recordings share."""
-        self.peak = max(self.peak, 13 * GIB)
-        if self.is_capturing:
-            self.pool = 3 * GIB
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return 10 * GIB + self.pool
-
-    def memory_allocated(self, device: torch.device) -> int:
-        return 10 * GIB
-
-    def max_memory_allocated(self, device: torch.device) -> int:
-        return self.peak
-
-    def reset_peak_memory_stats(self, device: torch.device) -> None:
-        self.peak = 10 * GIB
-
-
-class Graph:
-    """Repeats what was computed while it was recorded."""
-
-    def __init__(self) -> None:
-        self.again: Callable[[], None] = lambda: None
-        self.generators: list[object] = []
-
-    def raw_cuda_graph(self) -> int:
-        return 0
-
-    def instantiate(self) -> None: ...
-
-    def replay(self) -> None:
-        self.again()
-
-    def register_generator_state(self, generator: object) -> None:
-        self.generators.append(generator)
 
 
 class Model:
     """Gives the sum of a step's tokens, at one address for each recording."""
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
+    def __init__(self, recorder: PlayedRecorder) -> None:
+        self._recorder = recorder
         self.calls: list[tuple[str, bool]] = []
         self.addresses: set[tuple[int, ...]] = set()
 
     def __call__(self, batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
-        figures = torch.zeros(1)
-
-        def compute() -> None:
-            figures.fill_(float(sum(batch["tokens"].sum() for batch in batches)))
-
-        self._cuda.compute()
-        kind = "recorded" if self._cuda.is_capturing else "computed"
-        assert exchanges.is_recording() == self._cuda.is_capturing
-        self.calls.append((kind, measures_underflow))
-        if self._cuda.is_capturing:
+        recorder = self._recorder
+        assert exchanges.is_recording() == (recorder.is_recording or recorder.is_launching)
+        if recorder.is_recording:
             self.addresses.add(tuple(batch["tokens"].data_ptr() for batch in batches))
-            self._cuda.graphs[-1].again = compute
-        else:
-            compute()
-        return figures
+        if not recorder.is_launching:
+            self.calls.append(("recorded" if recorder.is_recording else "computed", measures_underflow))
+        return torch.tensor([float(sum(batch["tokens"].sum() for batch in batches))])
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    cuda = Cuda()
-    for name in ("CUDAGraph", "graph_pool_handle", "graph", "synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    for name in ("memory_reserved", "memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    for name in ("max_memory_allocated", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+def recorder(monkeypatch: pytest.MonkeyPatch) -> PlayedRecorder:
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(device_memory, "_bytes_beside_allocator", 0)
     monkeypatch.setattr(device_memory, "_earlier_peak_gib", 0.0)
-    monkeypatch.setattr(step_graph, "get_all_rng_states", lambda: {"a": "generator of a"})
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr(exchanges, "_recordables", {})
-    return cuda
+    return PlayedRecorder()
 
 
 def loader() -> Iterator[Batch]:
@@ -148,30 +65,29 @@ def loader() -> Iterator[Batch]:
         value *= 2
 
 
-def make(cuda: Cuda, prepared: list[None] | None = None, **settings: Any) -> tuple[StepGraph, Model]:
+def make(recorder: PlayedRecorder, prepared: list[None] | None = None, **settings: Any) -> tuple[StepGraph, Model]:
     """A step of two micro-batches, recorded after two."""
-    model = Model(cuda)
+    model = Model(recorder)
     prepared = [] if prepared is None else prepared
     settings = {"can_measure": lambda: True, "has_memory": lambda: True, "num_micro_batches": 2, **settings}
-    return StepGraph(model, lambda: prepared.append(None), device=CPU, warmup_steps=2, **settings), model
+    return StepGraph(model, recorder, lambda: prepared.append(None), device=CPU, warmup_steps=2, **settings), model
 
 
-def test_after_warm_up_each_kind_of_step_is_recorded_and_launched(cuda: Cuda) -> None:
+def test_after_warm_up_each_kind_of_step_is_recorded_and_launched(recorder: PlayedRecorder) -> None:
     prepared: list[None] = []
-    graph, model = make(cuda, prepared)
+    graph, model = make(recorder, prepared)
     batches = loader()
     asked = [False, False, False, True, False, True, True]
     figures = [float(graph(batches, measures_underflow=measures)) for measures in asked]
     assert figures == [3.0 * 4**step for step in range(len(asked))]
     # The last step before the first recording has compiled what measuring takes too.
     assert model.calls == [("computed", False), ("computed", True), ("recorded", False), ("recorded", True)]
-    assert len(cuda.graphs) == len(prepared) == 2 and len(model.addresses) == 1
-    assert all(recorded.generators == ["generator of a"] for recorded in cuda.graphs)
+    assert recorder.num_recordings == len(prepared) == 2 and len(model.addresses) == 1
 
 
-def test_steps_with_fewer_micro_batches_run_before_the_warm_up(cuda: Cuda) -> None:
+def test_steps_with_fewer_micro_batches_run_before_the_warm_up(recorder: PlayedRecorder) -> None:
     """While the batch grows nothing is recorded: neither such a step, nor a warm-up that it would be part of."""
-    graph, model = make(cuda)
+    graph, model = make(recorder)
     batches = loader()
     growing = [float(graph(batches, 1, measures_underflow=False)) for _ in range(3)]
     full = [float(graph(batches, 2, measures_underflow=False)) for _ in range(4)]
@@ -181,10 +97,10 @@ def test_steps_with_fewer_micro_batches_run_before_the_warm_up(cuda: Cuda) -> No
         graph(batches, 1, measures_underflow=False)
 
 
-def test_the_warm_up_goes_on_until_a_step_is_ready(cuda: Cuda) -> None:
+def test_the_warm_up_goes_on_until_a_step_is_ready(recorder: PlayedRecorder) -> None:
     """The first step after which it is, is the last one of the warm-up, and measures."""
     ready = iter([False, False, True])
-    graph, model = make(cuda, is_ready=lambda: next(ready))
+    graph, model = make(recorder, is_ready=lambda: next(ready))
     batches = loader()
     for _ in range(6):
         graph(batches, measures_underflow=False)
@@ -192,10 +108,10 @@ def test_the_warm_up_goes_on_until_a_step_is_ready(cuda: Cuda) -> None:
     assert model.calls == [computed] * 3 + [("computed", True), recorded, ("recorded", True)]
 
 
-def test_steps_are_recorded_anew_when_their_casts_change(cuda: Cuda) -> None:
+def test_steps_are_recorded_anew_when_their_casts_change(recorder: PlayedRecorder) -> None:
     """Another warm-up step runs first, when the casts are ready."""
     casts, ready = [3], [True]
-    graph, model = make(cuda, can_measure=lambda: False, is_ready=lambda: ready[0], casts=lambda: [*casts])
+    graph, model = make(recorder, can_measure=lambda: False, is_ready=lambda: ready[0], casts=lambda: [*casts])
     batches, figures = loader(), []
     for step in range(10):
         if step == 5:
@@ -210,18 +126,10 @@ def test_steps_are_recorded_anew_when_their_casts_change(cuda: Cuda) -> None:
 
 @pytest.mark.parametrize("may_go_on", [True, False])
 def test_where_recording_fails_steps_go_on_or_the_run_ends(
-    cuda: Cuda, may_go_on: bool, caplog: pytest.LogCaptureFixture
+    recorder: PlayedRecorder, may_go_on: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    graph, model = make(cuda, may_go_on=may_go_on)
-    steps = iter(range(100))
-
-    def compute(batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
-        next(steps)
-        if cuda.is_capturing:
-            raise torch.OutOfMemoryError("no room for the graph")
-        return model(batches, measures_underflow=measures_underflow)
-
-    graph._compute = compute
+    graph, model = make(recorder, may_go_on=may_go_on)
+    recorder.fails = torch.OutOfMemoryError("no room for the graph")
     batches = loader()
     for _ in range(2):
         graph(batches, measures_underflow=False)
@@ -232,13 +140,14 @@ def test_where_recording_fails_steps_go_on_or_the_run_ends(
         return
     figures = [float(graph(batches, measures_underflow=measures)) for measures in (True, False)]
     assert figures == [3.0 * 4**step for step in (2, 3)], "the batches of the broken recording are not lost"
-    assert model.calls[2:] == [("computed", True), ("computed", False)] and next(steps) == 5
+    assert model.calls[2:] == [("recorded", False), ("computed", True), ("computed", False)]
+    assert recorder.num_releases == 1
     assert "steps go on as Python launches them: recording one failed (no room for the graph)" in caplog.text
     assert "give --cuda-graph-impl none" not in caplog.text
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None:
+def test_a_step_is_the_same_through_a_recording(recorder: PlayedRecorder, recipe: str) -> None:
     """Loss, norm, underflow and sampled casts of eight steps, some of which measure them; the replay computes in Python
     again."""
     runs, sampled = [], []
@@ -249,9 +158,7 @@ def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None
             seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
             data = open_run_data(config, topology)
             state = build_training_state(config, data.padded_vocab_size, topology, CPU)
-            graph = train_step.step_graph(state, GraphChoice(True, "")) if graphed else None
-            if graph is not None:
-                graph._compute = repeated_by_its_graph(cuda, graph._compute)
+            graph = train_step.step_graph(state, GraphChoice(True, ""), recorder) if graphed else None
             batches, values, addresses = data.train_loader(0), [], set()
             for step in range(8):
                 if step > 3 and (history := state.histories[0]) is not None:
@@ -273,23 +180,9 @@ def test_a_step_is_the_same_through_a_recording(cuda: Cuda, recipe: str) -> None
             assert len(addresses) == 1 or not graphed, "a graph reads scales where they were"
     python, recorded = runs
     assert torch.equal(python[:, :3], recorded[:, :3])
-    assert len(python[:, 0].unique()) == 8 and len(cuda.graphs) == 3
+    assert len(python[:, 0].unique()) == 8 and recorder.num_recordings == 3
     assert sampled[0] == sampled[1] and len(sampled[0].casts) == (35 if recipe == "delayed" else 32)  # the head's three
     place = [figure.name for figure in fields(StepFigures)].index("grad_underflow_fraction")
     measured = ~torch.isnan(python[:, place])
     assert measured.tolist() == [step % 3 == 0 for step in range(8)]
     assert torch.equal(python[measured, place], recorded[measured, place])
-
-
-def repeated_by_its_graph(cuda: Cuda, compute: step_graph.ComputeGradients) -> step_graph.ComputeGradients:
-    """`compute`, which a graph recorded from it calls again in place."""
-
-    def recordable(batches: list[Batch], *, measures_underflow: bool, samples_casts: bool = False) -> Tensor:
-        figures = compute(batches, measures_underflow=measures_underflow, samples_casts=samples_casts)
-        if cuda.is_capturing:
-            cuda.graphs[-1].again = lambda: figures.copy_(
-                compute(batches, measures_underflow=measures_underflow, samples_casts=samples_casts)
-            )
-        return figures
-
-    return recordable
