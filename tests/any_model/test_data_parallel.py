@@ -252,21 +252,6 @@ def test_a_model_inside_of_ddp(ranks: RankPool) -> None:
         assert "DDP wrapped the model before initialize" in error and "configure_model" in error
 
 
-def _initializes_early(group: Group) -> str:
-    """DDP's error for a model that was initialised while there were no ranks, as in a LightningModule's __init__."""
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "is_initialized", lambda: False)
-        fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(UserError) as refused:
-        torch.nn.parallel.DistributedDataParallel(model)
-    return str(refused.value)
-
-
-def test_ddp_around_a_model_that_knew_no_ranks(ranks: RankPool) -> None:
-    assert "before init_process_group" in ranks.run(on_default_group, _initializes_early, num_ranks=2)[0]
-
-
 def _joins_uneven_inputs(group: Group, ends_at_first: bool) -> tuple[int, str]:
     """Steps and the error of a rank in ``join()``; rank 1 has two more batches."""
     model, optimizer = build("O2")

@@ -21,13 +21,7 @@ from fp8_megatron.any_model.te_layers import FP8LayerNormLinear, FP8LayerNormMLP
 from fp8_megatron.errors import UserError
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from tests.any_model.te_stand_ins import (
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    QuantizedTensor,
-)
+from tests.any_model.te_stand_ins import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor
 
 ONE_GEMM_DB, ONE_GRAD_DB = 27.5, 22.0
 #: A gated activation multiplies two of fc1's outputs, so that their noise adds.

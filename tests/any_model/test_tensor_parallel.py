@@ -71,13 +71,7 @@ def run(group: Group, case: Callable[[torch.nn.Sequential, DeviceMesh], None]) -
 
 @pytest.mark.parametrize(
     "case",
-    [
-        behind_initialize,
-        behind_replace_linears,
-        before_initialize,
-        before_replace_linears,
-        of_a_norm_behind_initialize,
-    ],
+    [behind_initialize, behind_replace_linears, before_initialize, before_replace_linears, of_a_norm_behind_initialize],
 )
 def test_tensor_parallelism_is_an_error_with_the_fix(ranks: RankPool, case: Callable[..., None]) -> None:
     ranks.run(on_default_group, run, case, num_ranks=2)

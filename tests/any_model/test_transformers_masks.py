@@ -175,9 +175,7 @@ def bert_of() -> torch.nn.Module:
 @pytest.mark.parametrize("make", [model_of, bert_of])
 @pytest.mark.parametrize("first", [(LENGTH, LENGTH), (7, 12)])
 def test_padding_of_each_batch(
-    make: Callable[[], torch.nn.Module],
-    first: tuple[int, int],
-    caplog: pytest.LogCaptureFixture,
+    make: Callable[[], torch.nn.Module], first: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the first batch has. Attention with a mask that masks nothing rounds as attention with one."""
     lengths = [first, (12, 12), (3, 12), (5, 6), (12, 1), (9, 9)]

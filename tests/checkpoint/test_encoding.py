@@ -28,13 +28,7 @@ from fp8_megatron.checkpoint.placement import Placement
 from fp8_megatron.checkpoint.run_state import PREFIXES, Progress
 from fp8_megatron.checkpoint.saved_run import Elements, SavedRun
 from fp8_megatron.checkpoint.saving import CheckpointWriter
-from fp8_megatron.checkpoint.torch_dist import (
-    Chunk,
-    TorchDistReader,
-    Wanted,
-    write_chunks,
-    write_metadata,
-)
+from fp8_megatron.checkpoint.torch_dist import Chunk, TorchDistReader, Wanted, write_chunks, write_metadata
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import STATE_BLOCK, StorageDtype
 from fp8_megatron.kernels import ops

@@ -5,7 +5,6 @@ Loading decodes state to FP32 and encodes it again, so this tests that both keep
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -252,32 +251,3 @@ def test_random_states_of_another_kind_of_device_are_not_taken() -> None:
         assert not torch.equal(rng_states(device)["tracker/model-parallel-rng"], before["tracker/model-parallel-rng"])
         assert set_rng_states(before, device)
         assert torch.equal(rng_states(device)["tracker/model-parallel-rng"], before["tracker/model-parallel-rng"])
-
-
-def _resume_from_a_gpu(folder: Path) -> tuple[list[str], int]:
-    """Save as a GPU would, load and draw: what is said, and the iteration."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fp8_megatron.checkpoint.loading")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    with tiny_resumable(config_of(PrecisionConfig()), 1) as (gpt, state):
-        writer = CheckpointWriter(folder, gpt.topology)
-        with mock.patch.object(run_state, "rng_states", return_value=GPU_STATES):
-            writer.save(state, Progress(1))
-        writer.finish()
-        progress = load_checkpoint(folder, state)
-        assert progress is not None
-        with get_cuda_rng_tracker().fork():
-            torch.rand(1)
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-    return lines, progress.iteration
-
-
-def test_a_gpus_checkpoint_goes_on_on_a_cpu(ranks: RankPool, tmp_path: Path) -> None:
-    ((lines, iteration),) = ranks.run(_resume_from_a_gpu, tmp_path, num_ranks=1)
-    assert iteration == 1
-    assert lines == [f"random states start anew: {tmp_path}/iter_0000001 was saved on another kind of device than cpu"]

@@ -26,13 +26,7 @@ from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.manifest import ChecksummedFile, problem_with
 from fp8_megatron.checkpoint.metadata_file import METADATA
-from fp8_megatron.checkpoint.torch_dist import (
-    Chunk,
-    TorchDistReader,
-    Wanted,
-    write_chunks,
-    write_metadata,
-)
+from fp8_megatron.checkpoint.torch_dist import Chunk, TorchDistReader, Wanted, write_chunks, write_metadata
 from fp8_megatron.config.schema import CheckpointConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.transformer_config import transformer_config

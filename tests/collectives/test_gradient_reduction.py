@@ -64,14 +64,6 @@ def test_the_mode_and_the_dtype_pick(ranks: RankPool, mode, intra, sent, expecte
     assert torch.equal(torch.cat(shards), expected(gradients()))
 
 
-def test_the_ways_differ() -> None:
-    """Otherwise the test above could not tell them apart."""
-    values = gradients()
-    ways = [reduce_all_to_all(values), reduce_all_to_all(values, BF16), reduce_hierarchical(values, FP8)]
-    ways += [reduce_hierarchical(values, BF16), reduce_nccl(values)[0], reduce_all_to_all(values, FP32)]
-    assert len({tuple(way.tolist()) for way in ways}) == len(ways)
-
-
 def _construct(group: torch.distributed.ProcessGroup, with_nodes: bool, intra: StorageDtype) -> StorageDtype:
     nodes = new_node_groups([[0], [1]], 1) if with_nodes else None  # of another data-parallel size
     return GradReducer(HIERARCHICAL, group, nodes, intra).wire_dtype

@@ -41,11 +41,7 @@ def exact_gradients(world: int) -> Tensor:
 
 
 def _reduce(
-    group: torch.distributed.ProcessGroup,
-    values: Tensor,
-    ranks_per_node: int,
-    intra: StorageDtype,
-    inter: StorageDtype,
+    group: torch.distributed.ProcessGroup, values: Tensor, ranks_per_node: int, intra: StorageDtype, inter: StorageDtype
 ) -> list[Tensor]:
     """Shards of every gradient of values [k, d, n], all of them in flight at once."""
     groups = new_node_groups([list(range(group.size()))], ranks_per_node)

@@ -80,9 +80,7 @@ def predicted_gb(words: list[str], num_gpus: int) -> float:
     config = parse_config([*words, "--mock-data"])
     assert config.model.vocab_size is not None
     padded = padded_vocab_size(
-        config.model.vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
+        config.model.vocab_size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
     )
     memory = predict_memory(config, padded, world_size=num_gpus)
     return (memory.linear.total + memory.rest.total) / 1e9

@@ -56,10 +56,7 @@ def test_layers_are_megatron_cores(pp: int) -> None:
     for num_layers, first, last, embedding, loss, virtual in itertools.product(
         range(4, 13), (None, 1, 2), (None, 2, 3), (False, True), (False, True), (None, 2)
     ):
-        accounted = {
-            "account_for_embedding_in_pipeline_split": embedding,
-            "account_for_loss_in_pipeline_split": loss,
-        }
+        accounted = {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
         ours = _ours(
             num_layers,
             pipeline_model_parallel_size=pp,

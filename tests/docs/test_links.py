@@ -50,10 +50,6 @@ def test_named_files_exist(page: Path, file_names: set[str]) -> None:
     assert not missing
 
 
-def test_headings_make_the_anchors_of_github() -> None:
-    assert {"where-to-read-on", "try-it-on-a-cpu"} <= anchors(ROOT / "README.md")
-
-
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

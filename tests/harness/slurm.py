@@ -109,12 +109,7 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
     ports = _free_ports(2)
     (folder / "slurm.conf").write_text(
         _CONFIGURATION.format(
-            folder=folder,
-            host=host,
-            user=user,
-            controller_port=ports[0],
-            node_port=ports[1],
-            cpus=os.cpu_count(),
+            folder=folder, host=host, user=user, controller_port=ports[0], node_port=ports[1], cpus=os.cpu_count()
         )
     )
     slurm = Slurm(folder, host)

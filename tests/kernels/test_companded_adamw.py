@@ -109,21 +109,6 @@ def test_adamw_follows_fp32(two_runs: TwoRuns, exact: Tensor, moments: tuple[tor
     assert least_db > 25.0
 
 
-def linear_(x: Tensor, largest: int) -> None:
-    """x to the nearest of `largest` equal steps up to the amax of its block, in place."""
-    blocks = x.view(-1, BLOCK)
-    step = blocks.abs().amax(dim=1, keepdim=True) / largest
-    blocks.copy_((blocks / step).round() * step)
-
-
-def test_without_companding_it_is_worse(two_runs: TwoRuns, exact: Tensor) -> None:
-    """The map matters: evenly spaced codes lose 10 dB in m; in v they round small values to 0, and updates explode."""
-    m_linear = two_runs.train(FP32, FP32, lambda m, v: linear_(m, 127))
-    assert snr_db(m_linear, exact) < snr_db(two_runs.train(INT8, FP32), exact) - 10.0
-    v_linear = two_runs.train(FP32, FP32, lambda m, v: linear_(v, 255))
-    assert snr_db(v_linear, exact) < 0.0 < 25.0 < snr_db(two_runs.train(FP32, UINT8), exact)
-
-
 def test_parameters_whose_gradients_stop_come_to_rest() -> None:
     """In blocks where others' go on: dead units, rare tokens. To nearest, both moments stand still and it drifts on.
 

@@ -215,30 +215,6 @@ def test_adamw_over_a_split_master_follows_fp32() -> None:
     assert snr_db(reference.decode(split.weight) * scale, master) < 33.0
 
 
-def test_without_the_correction_nothing_is_learned() -> None:
-    """An FP8 master, which is what the weight is by itself, rounds updates of 1e-4 beside 0.5 away.
-
-    The split master's unit there is 2⁻¹²: 100 roundings of variance unit²/6 beside a movement of 0.01 leave 20 dB, less
-    where weights are larger.
-    """
-    n = CHUNK
-    value = 0.5 * torch.randn(n, generator=torch.Generator().manual_seed(1))
-    split, master = SplitState(value), value.clone()
-    fp8, scales = torch.empty(n, dtype=E4M3), torch.empty(n // STATE_BLOCK)
-    blockwise.quantize_blockwise_(value, fp8, scales)
-    start, fp8_start = split.master().clone(), blockwise.load_state(fp8, scales)
-    hyper = {**HYPER, "lr": 1e-4, "weight_decay": 0.0}
-    moments = [[torch.zeros(n), None, torch.zeros(n), None] for _ in range(2)]
-    for step in range(1, 101):
-        grad, count, one = gradients(step, n), torch.tensor([float(step)]), torch.ones(1)
-        split.step(grad, step, hyper=hyper)
-        ops.adamw_step_(**adam(grad, None, *moments[0], master, None, None, None, one, count, **hyper))  # type: ignore[arg-type]
-        ops.adamw_step_(**adam(grad, None, *moments[1], fp8, scales, None, None, one, count, **hyper))  # type: ignore[arg-type]
-    moved = master - value
-    assert snr_db(split.master() - start, moved) > 16.0
-    assert snr_db(blockwise.load_state(fp8, scales) - fp8_start, moved) < 3.0
-
-
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_skips_where_the_factor_is_not_finite(factor: float, on_gpu: bool) -> None:

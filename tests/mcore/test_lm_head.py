@@ -60,13 +60,7 @@ class Problem:
 
     def loss(self, quantizers: HeadQuantizers | None = None, vocab_size: int | None = None) -> Tensor:
         return fp8_norm_head_loss(
-            self.x,
-            self.norm,
-            self.weight,
-            self.labels,
-            quantizers or current(),
-            LOCAL,
-            vocab_size,
+            self.x, self.norm, self.weight, self.labels, quantizers or current(), LOCAL, vocab_size
         )
 
     def leaves(self) -> dict[str, Tensor]:

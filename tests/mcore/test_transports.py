@@ -42,10 +42,7 @@ def test_nccl_between_tensor_parallel_ranks_needs_the_launch_order(
 @pytest.mark.parametrize("wanted", ["auto", "nccl", "copy_engine"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_recorded_steps_let_copy_engines_serve_four_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    wanted: Literal["auto", "nccl", "copy_engine"],
-    records_graphs: bool,
+    monkeypatch: pytest.MonkeyPatch, size: int, wanted: Literal["auto", "nccl", "copy_engine"], records_graphs: bool
 ) -> None:
     """The launch queues and what is shared between ranks go together."""
     shared: list[object] = []

@@ -57,19 +57,13 @@ LAYOUTS = {
             context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True, cp_comm_type="a2a"
         ),
     ),
-    "cp2_pp2_a2a": (
-        4,
-        ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2, cp_comm_type="a2a"),
-    ),
+    "cp2_pp2_a2a": (4, ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2, cp_comm_type="a2a")),
     "cp2_dp2": (4, ParallelConfig(context_parallel_size=2)),
     "cp2_tp2": (4, ParallelConfig(context_parallel_size=2, tensor_model_parallel_size=2)),
     "cp2_tp2_sp": (
         4,
         ParallelConfig(
-            context_parallel_size=2,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            cp_comm_type="all_gather",
+            context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True, cp_comm_type="all_gather"
         ),
     ),
     "cp2_pp2": (4, ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2)),

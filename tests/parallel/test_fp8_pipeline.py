@@ -18,13 +18,7 @@ from fp8_megatron.dtypes import E4M3
 from fp8_megatron.mcore import pipeline
 from fp8_megatron.planning.wire import message_buffer_bytes, predict_stage_bytes, stage_message_bytes
 from tests.harness.ranks import RankPool
-from tests.harness.tiny_gpt import (
-    TinyGPT,
-    TinyRun,
-    random_batches,
-    tiny_config,
-    train_tiny_gpt,
-)
+from tests.harness.tiny_gpt import TinyGPT, TinyRun, random_batches, tiny_config, train_tiny_gpt
 from tests.parallel.test_layouts import MODELS, OPTIMIZER, TOLERANCES, assert_same
 
 CURRENT = PrecisionConfig(fp8_recipe="tensorwise")

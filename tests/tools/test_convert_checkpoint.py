@@ -23,14 +23,12 @@ from safetensors.torch import load_file, save_file
 from fp8_megatron.checkpoint.saved_run import SavedRun
 from fp8_megatron.checkpoint.weights import TorchDistWeights, module_name, places
 from fp8_megatron.commands import convert_checkpoint
-from fp8_megatron.config.checks import ConfigError
 from fp8_megatron.config.io import config_text, load_config, parse_config
 from fp8_megatron.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
-    ParallelConfig,
     PrecisionConfig,
 )
 from fp8_megatron.conversion import logits as logits_module
@@ -197,33 +195,6 @@ def test_a_tokenizer_keeps_its_class_beside_a_model_of_another_type(tmp_path: Pa
     before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "out"))
     assert type(after) is type(before) and after.special_tokens_map == before.special_tokens_map
     assert after.encode("bad head") == before.encode("bad head")
-
-
-def test_another_conversion_into_the_same_folder_is_told(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "theirs").touch()
-    assert convert(llama, tmp_path / "out", "hf") == 2
-    assert "another conversion into" in capsys.readouterr().err and (tmp_path / "out.partial" / "theirs").exists()
-
-
-@pytest.mark.parametrize(
-    ("parallel", "precision", "message"),
-    [
-        (ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1), None, "groups of"),
-        (None, PrecisionConfig(keep_fp8_transpose_cache=2), "from one micro-batch of a step to the next"),
-    ],
-    ids=["interleaved", "transpose_cache"],
-)
-def test_what_needs_several_micro_batches_is_trainable(
-    parallel: ParallelConfig | None, precision: PrecisionConfig | None, message: str
-) -> None:
-    config = tiny_config(replace(LLAMA_STYLE, num_layers=4), parallel=parallel, precision=precision)
-    several = replace(config.training, micro_batch_size=2, global_batch_size=8)
-    check_trainable(replace(config, training=several), VOCAB_SIZE)
-    with pytest.raises(ConfigError, match=message):
-        check_trainable(replace(config, training=replace(several, global_batch_size=2)), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,7 @@ WRITE_ONLY = {
     "derive_fp8_weights_": {"payload"},
 }
 #: Part of an operand that an operator touches, where it is not all: query and key, of one head or four a group.
-TOUCHED = {
-    ("rotate_qk_", "y"): (2, 3),
-    ("norm_rotate_qk", "y"): (5, 6),
-    ("norm_rotate_qk_backward", "y"): (5, 6),
-}
+TOUCHED = {("rotate_qk_", "y"): (2, 3), ("norm_rotate_qk", "y"): (5, 6), ("norm_rotate_qk_backward", "y"): (5, 6)}
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ def _fit(words: list[str]) -> None:
 
 @pytest.mark.parametrize("layout", ["data", "tensor", "pipeline"])
 def test_layouts_change_nothing(ranks: RankPool, files: dict[str, Any], tmp_path: Path, layout: str) -> None:
-    """Three steps of four samples in BF16; the tolerances are those of `tests/parallel/test_documents.py`."""
+    """Three steps of four samples in BF16; the tolerances are those of `tests/parallel/test_variants.py`."""
     settings: dict[str, dict[str, Any]] = {
         "data": {},
         "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
