@@ -94,7 +94,7 @@ def _linear(
     keeps_input: bool,
     has_blocks: bool,
     evaluates: bool,
-    scales_rows: bool = False,
+    scales_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [T, N] in `dtype`, and what wgrad takes of the input: its transpose E4M3 [K, T] with scales FP32.
 
@@ -121,17 +121,8 @@ def _linear(
     return y, columns.payload, columns.scale.clone() if linear.quantizers.input.history else columns.scale
 
 
-def _fake_linear(
-    x: Tensor,
-    token: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    dtype: torch.dtype,
-    keeps_input: bool,
-    has_blocks: bool,
-    evaluates: bool,
-    scales_rows: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_linear(x: Tensor, token: Tensor, bias: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out_features, dtype, keeps_input, has_blocks, _, scales_rows = call
     rows, columns = x.shape
     y = x.new_empty((rows, out_features), dtype=dtype)
     if scales_rows or not keeps_input:
@@ -150,7 +141,7 @@ def _linear_backward(
     has_bias: bool,
     needs_grad_input: bool,
     evaluates: bool,
-    scales_rows: bool = False,
+    scales_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input [T, K], of the bias FP32 [N], and of the token. The weight's goes to its `main_grad`.
 
@@ -197,8 +188,7 @@ def _fake_linear_backward(
     in_features: int,
     has_bias: bool,
     needs_grad_input: bool,
-    evaluates: bool,
-    scales_rows: bool = False,
+    *_: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, out_features = grad_output.shape
     return (
@@ -214,21 +204,9 @@ _define("linear_backward", _linear_backward, _fake_linear_backward)
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        token: Tensor,
-        bias: Tensor | None,
-        out_features: int,
-        dtype: torch.dtype,
-        keeps_input: bool,
-        has_blocks: bool,
-        evaluates: bool,
-        scales_rows: bool,
-    ) -> Tensor:
-        y, columns, scale = torch.ops.fp8_megatron.linear(
-            x, token, bias, out_features, dtype, keeps_input, has_blocks, evaluates, scales_rows
-        )
+    def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, *call: Any) -> Tensor:
+        y, columns, scale = torch.ops.fp8_megatron.linear(x, token, bias, *call)
+        _, _, keeps_input, _, evaluates, scales_rows = call
         ctx.save_for_backward(x if scales_rows and keeps_input else columns, scale, token)
         ctx.in_features, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
         ctx.evaluates, ctx.scales_rows = evaluates, scales_rows
