@@ -1,4 +1,4 @@
-"""Types of the configuration's fields. Each states its limits, which `limit_problems` checks, and its form in help."""
+"""Types of the configuration's fields. Each states its limits, which `limit_problems` checks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,9 @@ from functools import cache
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
 from .words import flag_name, shortened, text_problem
-
-
-def _default_hint(default: str) -> str:
-    """The note on a flag's default; empty if there is no default or the flag's form shows it."""
-    return "" if default in ("", "none", "True", "False") else f"(default: {default})"
-
-
-#: Marks fields that have no default, or whose help text or form of flag names it.
-UNSET = tyro.conf.arg(help_behavior_hint=_default_hint)
-
-Switch = Annotated[bool, UNSET]
-OptionalSwitch = Annotated[bool | None, UNSET]
-Words = Annotated[tuple[str, ...], UNSET]
-Text = Annotated[str | None, UNSET]
 
 #: The largest count of steps or bytes' owners: it fits into every integer that counts are kept in.
 MAX_COUNT = 2**31 - 1
@@ -68,18 +53,6 @@ NotNegative = Annotated[float, Ge(0), Le(MAX_REAL)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 UpToOne = Annotated[float, Gt(0), Le(1)]
 AtLeastOne = Annotated[float, Ge(1), Le(MAX_REAL)]
-
-OptionalCount = Annotated[Count | None, UNSET]
-OptionalSamples = Annotated[Samples | None, UNSET]
-OptionalIndex = Annotated[CountOrZero | None, UNSET]
-OptionalSize = Annotated[Size | None, UNSET]
-OptionalLayers = Annotated[Layers | None, UNSET]
-OptionalBatchSize = Annotated[BatchSize | None, UNSET]
-OptionalPositive = Annotated[Positive | None, UNSET]
-OptionalNotNegative = Annotated[NotNegative | None, UNSET]
-OptionalFraction = Annotated[BelowOne | None, UNSET]
-
-
 Bound = Ge | Gt | Le | Lt
 #: Kind of bound → (its attribute, the comparison that a value must pass, the bound in words).
 _BOUNDS = {

@@ -1,38 +1,24 @@
-"""The text of --help, which tyro makes from the fields and their comments."""
+"""The text of --help, from the fields of the configuration and their comments."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
 from enum import Enum
-from types import UnionType
-from typing import Annotated, Any, NoReturn, Union
+from itertools import pairwise
+from typing import Any, NoReturn
 
-import docstring_parser  # tyro's own
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-from .fields import UNSET, FieldType, OptionalCount, Switch
+from .fields import FieldType, field_types
 from .schema import Config
+from .words import flag_name
 
-
-@dataclass(frozen=True)
-class _CommandLine(Config):
-    config: Annotated[tuple[str, ...], UNSET, tyro.conf.arg(metavar="FILE.yaml [FILE.yaml ...]")] = ()
-    """YAML files of settings: {section: {name: value}} or {name: value}, names as the flags' with underscores. A file
-    overrides those before it."""
-    bf16: Annotated[Switch, tyro.conf.FlagCreatePairsOff] = False
-    """Same as --precision bf16."""
-    fp16: Annotated[Switch, tyro.conf.FlagCreatePairsOff] = False
-    """Same as --precision fp16."""
-    dry_run: Annotated[Switch, tyro.conf.FlagCreatePairsOff] = False
-    """Check and print the configuration, memory of each rank and bytes on the wire; train nothing."""
-    world_size: Annotated[OptionalCount, tyro.conf.arg(metavar="RANKS")] = None
-    """Ranks that --dry-run is for. Default: those of the launcher."""
-
-
-#: Written in paragraphs: tyro joins the lines of each.
+#: Columns of the text on a wider terminal.
+_MOST_COLUMNS = 120
 _ABOUT = """\
 Train a GPT in FP8 end to end. A first try, on random tokens:
 
@@ -47,71 +33,63 @@ configs/ has models from 345M to 175B parameters; configs/fast.yaml goes over an
 Settings come from --config and from flags. A flag overrides the files. `none` unsets a flag that has no default. A
 switch is listed in the form that changes its default; --NAME and --no-NAME both work.
 """
+#: Flags that are no settings.
+_BESIDE = {
+    "-h, --help": "Show this text.",
+    "--config FILE.yaml [FILE.yaml ...]": "YAML files of settings: {section: {name: value}} or {name: value}, names as "
+    "the flags' with underscores. A file overrides those before it.",
+    "--bf16": "Same as --precision bf16.",
+    "--fp16": "Same as --precision fp16.",
+    "--dry-run": "Check and print the configuration, memory of each rank and bytes on the wire; train nothing.",
+    "--world-size RANKS": "Ranks that --dry-run is for. Default: those of the launcher.",
+}
 
 
-def show_help(base: Config, paths: Sequence[str], prog: str) -> NoReturn:
+def show_help(base: Config, prog: str) -> NoReturn:
     """Print the help of `prog` with the values of `base` as defaults, and exit with status 0."""
-    sections = {field.name: _with_joined_lines(getattr(base, field.name)) for field in dataclasses.fields(Config)}
-    tyro.cli(
-        _CommandLine,
-        prog=prog,
-        description=_ABOUT.format(prog=prog),
-        args=["--help"],
-        default=_CommandLine(**sections, config=tuple(paths)),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff),
-        registry=_flag_rules(),
-    )
-    raise AssertionError("tyro exits after --help")
+    print(f"usage: {prog} [FLAGS]\n\n{_ABOUT.format(prog=prog)}\noptions")
+    for flag, text in _BESIDE.items():
+        print(_entry(flag, text))
+    for section in dataclasses.fields(Config):
+        settings = getattr(base, section.name)
+        print(f"\n{section.name} options\n{' '.join((type(settings).__doc__ or '').split())}")
+        for flag, text in _flags(settings):
+            print(_entry(flag, text))
+    sys.exit(0)
 
 
-def _with_joined_lines(section: Any) -> Any:
-    """`section` of a derived class, in whose description the lines of each field's comment are joined. tyro takes an
-    indented line for a new paragraph."""
-    kind = type(section)
-    comments = {
-        comment.arg_name: " ".join((comment.description or "").split())
-        for comment in docstring_parser.parse_from_object(kind).params
+def _entry(flag: str, text: str) -> str:
+    width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+    return f"  {flag}\n{textwrap.fill(text, width, initial_indent=' ' * 8, subsequent_indent=' ' * 8)}"
+
+
+def _flags(section: Any) -> Iterator[tuple[str, str]]:
+    """(flag with its values, comment and default) of each field of a section."""
+    comments = _comments(type(section))
+    for name, kind in field_types(type(section)).items():  # type: ignore[arg-type]
+        default = getattr(section, name)
+        if kind.base is bool:
+            yield flag_name(f"no_{name}" if default else name), comments[name]
+            continue
+        shown = default.value if isinstance(default, Enum) else default
+        note = (
+            "" if shown in (None, "", ()) else f" (default: {' '.join(shown) if isinstance(shown, tuple) else shown})"
+        )
+        yield f"{flag_name(name)} {_values(kind)}", comments[name] + note
+
+
+def _values(kind: FieldType) -> str:
+    if kind.choices:
+        return "{" + ",".join(map(str, kind.choice_names)) + "}"
+    return "STR [STR ...]" if kind.base is tuple else kind.base.__name__.upper()
+
+
+def _comments(section: type) -> dict[str, str]:
+    """The comment behind each field of a section, on one line."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        ast.unparse(field.target): " ".join(ast.literal_eval(comment.value).split())
+        for field, comment in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(comment, ast.Expr)
     }
-    about = "\n".join([kind.__doc__ or "", "", *(f":param {name}: {text}" for name, text in comments.items())])
-    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(kind)}
-    return type(kind.__name__, (kind,), {"__doc__": about})(**values)
-
-
-def _flag_rules() -> ConstructorRegistry:
-    """Rules that show optional fields and tuples with a plain metavar; tyro would print `{None}|INT`."""
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if info.type_origin not in (Union, UnionType):
-            return None
-        field_type = FieldType.of(info.type)
-        choices = field_type.choice_names
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="{" + ",".join(choices) + "}" if choices else field_type.base.__name__.upper(),
-            instance_from_str=lambda words: words[0],  # `command_line` reads the words
-            is_instance=lambda value: value is None or isinstance(value, field_type.base),
-            str_from_instance=lambda value: [_shown(value)],
-            choices=(*choices, "none") if choices else None,
-        )
-
-    @registry.primitive_rule
-    def tuple_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]] | None:
-        if info.type_origin is not tuple:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs="*",
-            metavar="STR [STR ...]",
-            instance_from_str=tuple,
-            is_instance=lambda value: isinstance(value, tuple),
-            str_from_instance=list,
-        )
-
-    return registry
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    return str(value.value if isinstance(value, Enum) else value)

@@ -175,7 +175,7 @@ def parse_command_line(
     if "-h" in words or "--help" in words:
         from .help import show_help
 
-        show_help(base, paths, prog)
+        show_help(base, prog)
     values, bad_values = _values_of(given, sections)
     problems += bad_values
     if problems:

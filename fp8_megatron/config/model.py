@@ -6,19 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import Literal
 
-from .fields import (
-    AtLeastOne,
-    BelowOne,
-    Count,
-    Layers,
-    NotNegative,
-    OptionalSize,
-    Positive,
-    Size,
-    Switch,
-    Text,
-    UpToOne,
-)
+from .fields import AtLeastOne, BelowOne, Count, Layers, NotNegative, Positive, Size, UpToOne
 from .words import whole_number
 
 #: Layers that a pattern may describe: `fields.Layers`' limit.
@@ -114,20 +102,20 @@ class ModelConfig:
     """Transformer layers."""
     hidden_size: Size = 1024
     """Width of the residual stream."""
-    ffn_hidden_size: OptionalSize = None
+    ffn_hidden_size: Size | None = None
     """Width of the MLP. Default: 4 × hidden-size; with --swiglu 8/3 × hidden-size rounded down to a
     multiple of 64, as in Megatron."""
     num_attention_heads: Size = 16
     """Attention (query) heads."""
-    kv_channels: OptionalSize = None
+    kv_channels: Size | None = None
     """Width of one head. Default: hidden-size / num-attention-heads."""
-    group_query_attention: Switch = False
+    group_query_attention: bool = False
     """Grouped-query attention: all query heads share --num-query-groups key/value heads."""
     num_query_groups: Size = 1
     """Key/value heads with --group-query-attention."""
     seq_length: Size = 1024
     """Tokens in a training sequence."""
-    max_position_embeddings: OptionalSize = None
+    max_position_embeddings: Size | None = None
     """Rows of the learned position table. Default: seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
     """Kind of position embedding. yarn: RoPE scaled by YaRN (arXiv 2309.00071). none: only the causal mask
@@ -136,11 +124,11 @@ class ModelConfig:
     """Base period of RoPE."""
     rotary_percent: UpToOne = 1.0
     """Fraction of each head that RoPE rotates."""
-    rotary_interleaved: Switch = False
+    rotary_interleaved: bool = False
     """On: RoPE rotates pairs of neighbouring columns. Off: it pairs the first half of a head with the second half."""
     rotary_seq_len_interpolation_factor: Size = 1
     """Divides the positions of RoPE (linear scaling, arXiv 2306.15595)."""
-    use_rope_scaling: Switch = False
+    use_rope_scaling: bool = False
     """Scale RoPE's frequencies as in Llama 3.1, from an original context of 8192."""
     rope_scaling_factor: AtLeastOne = 8.0
     """For --use-rope-scaling: how many times longer the context becomes (Llama 3.1: 8; Llama 3.2: 32)."""
@@ -153,7 +141,7 @@ class ModelConfig:
     yarn_beta_slow: Positive = 1.0
     """For YaRN: pairs that rotate less often than this are scaled by the whole factor. Pairs between both limits are
     interpolated."""
-    yarn_correction_range_round_to_int: Switch = True
+    yarn_correction_range_round_to_int: bool = True
     """For YaRN: round the first and the last interpolated pair to whole numbers."""
     mscale: NotNegative = 1.0
     """For YaRN: with factor s, query and key are multiplied by (0.1 · mscale · ln s + 1) / (0.1 · mscale-all-dim ·
@@ -164,24 +152,24 @@ class ModelConfig:
     """Kind of norm."""
     norm_epsilon: Positive = 1e-5
     """Added to the variance inside the norm."""
-    swiglu: Switch = False
+    swiglu: bool = False
     """Gated MLP with SiLU (SwiGLU) instead of GELU."""
-    squared_relu: Switch = False
+    squared_relu: bool = False
     """The MLP's activation is max(z, 0)² instead of GELU."""
-    quick_geglu: Switch = False
+    quick_geglu: bool = False
     """Gated MLP with the sigmoid form of GELU instead of GELU."""
-    bias_gelu_fusion: Switch = True
+    bias_gelu_fusion: bool = True
     """On: GELU is its tanh form, as in Megatron's kernel that also adds a bias. Off, or with --disable-bias-linear: the
     exact form, with erf."""
-    use_te_activation_func: Switch = False
+    use_te_activation_func: bool = False
     """On: GELU is its tanh form, as in Transformer Engine, with and without biases."""
-    disable_bias_linear: Switch = False
+    disable_bias_linear: bool = False
     """Leave out the biases of every linear layer."""
-    add_qkv_bias: Switch = False
+    add_qkv_bias: bool = False
     """Keep the bias of the QKV projection with --disable-bias-linear."""
-    qk_layernorm: Switch = False
+    qk_layernorm: bool = False
     """Normalise every head of query and key before RoPE, with the model's kind of norm (Qwen3)."""
-    untie_embeddings_and_output_weights: Switch = False
+    untie_embeddings_and_output_weights: bool = False
     """Give the LM head its own weight instead of the word embedding's."""
     attention_dropout: BelowOne = 0.1
     """Dropout on attention probabilities."""
@@ -189,13 +177,13 @@ class ModelConfig:
     """Dropout on the embedding and on each residual branch."""
     init_method_std: Positive = 0.02
     """Standard deviation of the initial weights (normal); for output projections, divided by sqrt(2 · num-layers)."""
-    vocab_size: OptionalSize = None
+    vocab_size: Size | None = None
     """Size of the vocabulary before padding. Default: the tokenizer's."""
     make_vocab_size_divisible_by: Size = 128
     """The vocabulary is padded to a multiple of this × tensor-model-parallel-size."""
-    window_size: Text = None
+    window_size: str | None = None
     """LEFT,RIGHT: sliding-window attention. A token attends to itself and LEFT tokens before it; RIGHT is 0."""
-    window_attn_skip_freq: Text = None
+    window_attn_skip_freq: str | None = None
     """Layers without the window. N: every N-th layer. A list such as [1]*3+[0]: layers with a 0. Default: none."""
     attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
     """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash.

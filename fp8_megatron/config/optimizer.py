@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from .fields import (
-    UNSET,
-    BelowOne,
-    Count,
-    CountOrZero,
-    NotNegative,
-    OptionalCount,
-    OptionalFraction,
-    OptionalIndex,
-    OptionalNotNegative,
-    OptionalPositive,
-    OptionalSamples,
-    Positive,
-    SamplesOrZero,
-    Switch,
-)
+from .fields import BelowOne, Count, CountOrZero, NotNegative, Positive, Samples, SamplesOrZero
 
 
 @dataclass(frozen=True)
@@ -29,19 +14,19 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "adamw"] = "adam"
     """Both names mean AdamW, as in Megatron."""
-    decoupled_weight_decay: Switch = True
+    decoupled_weight_decay: bool = True
     """On: AdamW. Off: the L2 term is added to the gradient, so it enters both moments."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
-    decoupled_lr: OptionalPositive = None
+    decoupled_lr: Positive | None = None
     """Peak learning rate of the embedding and the output layer. Default: --lr."""
-    decoupled_min_lr: OptionalNotNegative = None
+    decoupled_min_lr: NotNegative | None = None
     """Learning rate of the embedding and the output layer at the end of the decay. Default: --min-lr."""
     lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay. WSD: warm up, stay constant, decay over the last --lr-wsd-decay-iters steps."""
-    lr_warmup_fraction: OptionalFraction = None
+    lr_warmup_fraction: BelowOne | None = None
     """Length of the linear warm-up, as a fraction of the decay's length. Replaces --lr-warmup-iters and -samples."""
     lr_warmup_iters: CountOrZero = 0
     """Linear warm-up steps. If --train-iters is too short, the warm-up ends one step before the last."""
@@ -49,27 +34,27 @@ class OptimizerConfig:
     """Linear warm-up in samples, with --train-samples."""
     lr_warmup_init: NotNegative = 0.0
     """Learning rate at the start of the warm-up."""
-    lr_decay_iters: OptionalCount = None
+    lr_decay_iters: Count | None = None
     """Step at which the decay ends. Default: train-iters."""
-    lr_decay_samples: OptionalSamples = None
+    lr_decay_samples: Samples | None = None
     """Samples after which the decay ends, with --train-samples. Default: train-samples."""
-    lr_wsd_decay_iters: OptionalIndex = None
+    lr_wsd_decay_iters: CountOrZero | None = None
     """Steps of WSD's final decay; 0: there is none."""
-    lr_wsd_decay_samples: Annotated[SamplesOrZero | None, UNSET] = None
+    lr_wsd_decay_samples: SamplesOrZero | None = None
     """Samples of WSD's final decay, with --train-samples; 0: there is none."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay."""
-    override_opt_param_scheduler: Switch = False
+    override_opt_param_scheduler: bool = False
     """With --load: if the checkpoint has another schedule, use the schedule of the flags without a warning."""
-    use_checkpoint_opt_param_scheduler: Switch = False
+    use_checkpoint_opt_param_scheduler: bool = False
     """With --load: use the checkpoint's schedule of learning rate and weight decay, and ignore the flags."""
     weight_decay: NotNegative = 0.01
     """Weight decay of matrices; norms and biases have none."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """constant: always --weight-decay. Others: from --start-weight-decay to --end-weight-decay over the run."""
-    start_weight_decay: OptionalNotNegative = None
+    start_weight_decay: NotNegative | None = None
     """Weight decay of the first step, with --weight-decay-incr-style."""
-    end_weight_decay: OptionalNotNegative = None
+    end_weight_decay: NotNegative | None = None
     """Weight decay at the end of the run, with --weight-decay-incr-style."""
     adam_beta1: BelowOne = 0.9
     """Decay of the first moment."""
@@ -79,7 +64,7 @@ class OptimizerConfig:
     """Term added to the denominator."""
     clip_grad: NotNegative = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
-    loss_scale: OptionalPositive = None
+    loss_scale: Positive | None = None
     """Constant loss scale for --precision fp16. Default: a dynamic one."""
     initial_loss_scale: Positive = 65536.0
     """First dynamic loss scale. Megatron starts at 2^32, which overflows for 16 steps before it is halved to this."""

@@ -5,10 +5,10 @@ flags).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 from ..storage import LEVELS, StorageDtype, StorageFormats
-from .fields import UNSET, History, LayersOrZero, Margin, OptionalSwitch, Switch
+from .fields import History, LayersOrZero, Margin
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
@@ -33,36 +33,36 @@ class PrecisionConfig:
     fp8_recipe: FP8Recipe = "delayed"
     """Scales of the operands of FP8 GEMMs. delayed: one per tensor, from past steps. tensorwise: one per tensor, from
     its values. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights."""
-    fp8_weight_grad_scaling: Annotated[Literal["block", "delayed"] | None, UNSET] = None
+    fp8_weight_grad_scaling: Literal["block", "delayed"] | None = None
     """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
     amaxes of past steps; the GEMM then writes FP8 directly. Default: delayed with --fp8-recipe delayed and
     --fp8-amax-compute-algo max, else block."""
-    fp8_lm_head: OptionalSwitch = None
+    fp8_lm_head: bool | None = None
     """Run the three GEMMs of the LM head in FP8, too. Its weight is stored in 16 bits and cast for each GEMM.
     Cross-entropy casts the gradient of the logits to FP8. Default: on with --precision fp8 and --fp8-recipe delayed,
     if all layers are in FP8 and the vocabulary size allows it."""
-    fp8_dot_product_attention: Switch = False
+    fp8_dot_product_attention: bool = False
     """Run attention of FP8 layers in FP8, too, forward and backward. Meant for long sequences. Needs --fp8-recipe
     delayed, heads of 128 columns and no attention dropout. On a GPU it needs Hopper and nvidia-cudnn-frontend."""
-    fp8_pipeline_communication: Switch = False
+    fp8_pipeline_communication: bool = False
     """Pipeline stages send activations and their gradients in E4M3, with one scale per 128 elements, instead of BF16.
     Needs --precision fp8."""
-    fp8_context_communication: Switch = False
+    fp8_context_communication: bool = False
     """Context-parallel ranks send keys, values and their gradients in E4M3, with one scale per 128 elements, instead of
     BF16. Needs --precision fp8 and --cp-comm-type all_gather."""
-    first_last_layers_bf16: Switch = False
+    first_last_layers_bf16: bool = False
     """Keep --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 layers out of FP8."""
     num_layers_at_start_in_bf16: LayersOrZero = 1
     """Number of first layers in BF16 with --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: LayersOrZero = 1
     """Number of last layers in BF16 with --first-last-layers-bf16."""
-    release_gradients: Switch = False
+    release_gradients: bool = False
     """Update each linear weight in backward, as soon as its gradient is computed. Gradients of linear weights are then
     not stored. Needs one data-parallel rank, one micro-batch per step and --clip-grad 0."""
     grad_accumulation: Literal["sharded", "local"] = "sharded"
     """How several replicas accumulate gradients of several micro-batches. sharded: reduce each micro-batch into the
     rank's shard. local: accumulate on each rank and reduce once per step (less traffic, more memory)."""
-    grad_accumulation_dtype: Annotated[Literal["fp32", "bf16"] | None, UNSET] = None
+    grad_accumulation_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype in which FP8 weight gradients are accumulated over micro-batches. fp32 takes 4 bytes per parameter, bf16
     2; a shard takes 1 / replicas of that. Default: bf16 for up to 32 micro-batches that a rank
     adds, up to 16 that replicas reduce one by one; fp32 for more."""
@@ -76,17 +76,17 @@ class PrecisionConfig:
     fp8_margin: Margin = 0
     """Headroom of delayed scales, in powers of two: values may grow by a factor of 2^margin between steps before they
     saturate. Casts inside a GEMM or attention kernel always have room for a factor of 4."""
-    fp8_power_of_two_scales: Switch = False
+    fp8_power_of_two_scales: bool = False
     """Round scales up to a power of two."""
-    params_dtype: Annotated[WeightDtype | None, UNSET] = None
+    params_dtype: WeightDtype | None = None
     """Storage of linear weights. fp8: FP8 beside a master. fp16: scaled FP16 that is its own master."""
-    main_params_dtype: Annotated[MasterDtype | None, UNSET] = None
+    main_params_dtype: MasterDtype | None = None
     """Storage of master weights. split: a one-byte correction to the FP8 weight."""
-    main_grads_dtype: Annotated[MainGradDtype | None, UNSET] = None
+    main_grads_dtype: MainGradDtype | None = None
     """Storage of linear weight gradients with one micro-batch, and the dtype in which ranks send them."""
-    exp_avg_dtype: Annotated[ExpAvgDtype | None, UNSET] = None
+    exp_avg_dtype: ExpAvgDtype | None = None
     """Storage of Adam's first moment. int8 is companded."""
-    exp_avg_sq_dtype: Annotated[ExpAvgSqDtype | None, UNSET] = None
+    exp_avg_sq_dtype: ExpAvgSqDtype | None = None
     """Storage of Adam's second moment. uint8 is companded; use it for 8 bits. fp8 is only for ablations."""
 
     @property

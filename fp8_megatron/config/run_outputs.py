@@ -8,59 +8,59 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from .fields import UNSET, Count, CountOrZero, OptionalCount, Switch, Text, Words
+from .fields import Count, CountOrZero
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save: Text = None
+    save: str | None = None
     """Folder to save checkpoints into."""
-    load: Text = None
+    load: str | None = None
     """Folder to resume from, at its latest checkpoint, or one of its folders iter_*. A folder without a checkpoint
     is an error. Exception: if --load equals --save, the run starts from scratch with a warning."""
-    exit_on_missing_checkpoint: Switch = False
+    exit_on_missing_checkpoint: bool = False
     """A folder --load without a checkpoint is an error even if it equals --save."""
-    allow_foreign_checkpoints: Switch = False
+    allow_foreign_checkpoints: bool = False
     """Save into a folder with checkpoints of another run. Each of them stays until this run saves the same
     iteration."""
-    save_interval: OptionalCount = None
+    save_interval: Count | None = None
     """Steps between checkpoints. With --save, the end of training and SIGTERM always save a checkpoint."""
-    keep_last: OptionalCount = None
+    keep_last: Count | None = None
     """Keep only this many of the newest checkpoints. Default: all; 1 with --save-retain-interval."""
-    save_retain_interval: OptionalCount = None
+    save_retain_interval: Count | None = None
     """Keep checkpoints whose iteration is a multiple of this, in addition to --keep-last."""
-    async_save: Switch = False
+    async_save: bool = False
     """Copy the state and write it in the background while training continues."""
     ckpt_format: Literal["torch_dist"] = "torch_dist"
     """Format of checkpoints: megatron-core's, which any parallel layout can read."""
     ckpt_state_dtype: Literal["native", "fp32"] = "native"
     """native: masters and moments in the storage dtypes of training. fp32: for megatron-core's own readers."""
-    ckpt_step: OptionalCount = None
+    ckpt_step: Count | None = None
     """Load the checkpoint of this iteration. Default: the latest complete one."""
-    finetune: Switch = False
+    finetune: bool = False
     """Load only the weights from --load: no optimizer, schedule, data position or random state."""
-    load_optim: Switch = True
+    load_optim: bool = True
     """On: load moments and step count from --load. Off: start them at zero, at the same data position."""
-    load_rng: Switch = True
+    load_rng: bool = True
     """On: load the states of random generators from --load."""
-    save_optim: Switch = True
+    save_optim: bool = True
     """On: save moments and step count. Off: save only weights; loading them needs --no-load-optim or
     --finetune."""
-    save_rng: Switch = True
+    save_rng: bool = True
     """On: save the states of random generators."""
-    pretrained_checkpoint: Text = None
+    pretrained_checkpoint: str | None = None
     """Folder to load the first weights from, as --finetune does, if --load holds no checkpoint of this run yet."""
-    use_checkpoint_args: Switch = False
+    use_checkpoint_args: bool = False
     """Take model settings and tokenizer from the checkpoint of --load. Flags and --config files override them."""
-    use_tokenizer_model_from_checkpoint_args: Switch = True
+    use_tokenizer_model_from_checkpoint_args: bool = True
     """On: --use-checkpoint-args also takes the tokenizer."""
-    non_persistent_save_interval: OptionalCount = None
+    non_persistent_save_interval: Count | None = None
     """Steps between extra checkpoints. Only the newest of these is kept. All checkpoints of --save-interval stay."""
-    non_persistent_ckpt_type: Annotated[Literal["global"] | None, UNSET] = None
+    non_persistent_ckpt_type: Literal["global"] | None = None
     """Where the checkpoints of --non-persistent-save-interval are. global: in --save."""
 
     @property
@@ -93,27 +93,27 @@ class CheckpointConfig:
 class LoggingConfig:
     """Console output, metrics and log files."""
 
-    output_dir: Text = None
+    output_dir: str | None = None
     """Folder for config.yaml, metrics.jsonl, loss.png and tensorboard/. Default: --save, else runs/<time>."""
     log_interval: Count = 100
     """Steps between two lines on the console. metrics.jsonl has every step."""
     fp8_health_interval: CountOrZero = 100
     """Steps between measurements of the error of every FP8 cast (health.jsonl). 0: none."""
-    log_params_norm: Switch = False
+    log_params_norm: bool = False
     """Report the norm of all master weights of every step (one more pass over them)."""
-    log_num_zeros_in_grad: Switch = False
+    log_num_zeros_in_grad: bool = False
     """Report how many elements of every step's averaged gradients are 0 (one more pass over them)."""
-    tensorboard: Switch = True
+    tensorboard: bool = True
     """On: write TensorBoard events."""
-    tensorboard_dir: Text = None
+    tensorboard_dir: str | None = None
     """Folder of TensorBoard's events. Default: output-dir/tensorboard."""
-    wandb_project: Text = None
+    wandb_project: str | None = None
     """Log to this W&B project (WANDB_MODE=offline works)."""
-    wandb_exp_name: Text = None
+    wandb_exp_name: str | None = None
     """Name of the W&B run."""
-    wandb_entity: Text = None
+    wandb_entity: str | None = None
     """User or team that owns the W&B project. Default: the user of the login."""
-    wandb_save_dir: Text = None
+    wandb_save_dir: str | None = None
     """Folder of W&B's files. Default: output-dir."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Progress bar with ETA. auto: only on a terminal."""
@@ -123,15 +123,15 @@ class LoggingConfig:
 class ProfileConfig:
     """Profiles of where a step's time goes (torch.profiler)."""
 
-    profile: Switch = False
+    profile: bool = False
     """Profile some steps and write a table of their kernels to output-dir/profile_rank*.txt and .json."""
     profile_step_start: Count = 10
     """First profiled step."""
     profile_step_end: Count = 12
     """Step at which profiling ends. This step is not profiled."""
-    profile_ranks: Words = ("0",)
+    profile_ranks: tuple[str, ...] = ("0",)
     """Global ranks that are profiled."""
-    profile_trace: Switch = False
+    profile_trace: bool = False
     """Also record the host and write trace_rank*.json.gz for Perfetto (slower). Makes --cuda-graph-impl auto none."""
 
     def first_and_last(self, left_out: Container[int]) -> tuple[int, int] | None:

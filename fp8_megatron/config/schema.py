@@ -9,30 +9,22 @@ reports configurations that cannot work before any device is touched. Functions 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 from ..storage import FP8_GEMM_MULTIPLE, GradReduceMode
 from .batch_schedule import BatchSchedule
 from .fields import (
-    UNSET,
     BatchSize,
     Count,
     CountOrZero,
+    Layers,
     LayersOrZero,
     Minutes,
     NotNegative,
-    OptionalBatchSize,
-    OptionalCount,
-    OptionalIndex,
-    OptionalLayers,
-    OptionalNotNegative,
-    OptionalSamples,
     Processes,
     Ranks,
-    Switch,
-    Text,
+    Samples,
     Threads,
-    Words,
 )
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
@@ -71,28 +63,28 @@ class ParallelConfig:
     which takes more memory. a2a: each rank computes some heads over whole sequences."""
     pipeline_model_parallel_size: Ranks = 1
     """Pipeline stages that share the layers."""
-    num_layers_per_virtual_pipeline_stage: OptionalLayers = None
+    num_layers_per_virtual_pipeline_stage: Layers | None = None
     """Layers of one virtual stage. Turns on the interleaved schedule."""
-    num_virtual_stages_per_pipeline_rank: OptionalLayers = None
+    num_virtual_stages_per_pipeline_rank: Layers | None = None
     """Virtual stages of one rank, instead of the layers of one. Two or more turn on the interleaved schedule."""
-    microbatch_group_size_per_virtual_pipeline_stage: OptionalCount = None
+    microbatch_group_size_per_virtual_pipeline_stage: Count | None = None
     """Consecutive micro-batches of a virtual stage in the interleaved schedule. Default: the number of stages."""
-    decoder_first_pipeline_num_layers: OptionalLayers = None
+    decoder_first_pipeline_num_layers: Layers | None = None
     """Layers of the first stage. The other stages share the rest evenly."""
-    decoder_last_pipeline_num_layers: OptionalLayers = None
+    decoder_last_pipeline_num_layers: Layers | None = None
     """Layers of the last stage. The other stages share the rest evenly."""
-    account_for_embedding_in_pipeline_split: Switch = False
+    account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer of the first stage, which then has one layer less."""
-    account_for_loss_in_pipeline_split: Switch = False
+    account_for_loss_in_pipeline_split: bool = False
     """Count the output layer and the loss as a layer of the last stage, which then has one layer less."""
-    pipeline_model_parallel_layout: Text = None
+    pipeline_model_parallel_layout: str | None = None
     """Every stage in Megatron's notation, instead of the flags above: E embedding, t layer, L loss, | next stage, *
     repetition (Ettt|(tttt|)*2,tttL). More stages than --pipeline-model-parallel-size are virtual stages."""
-    sequence_parallel: Switch = False
+    sequence_parallel: bool = False
     """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
-    overlap_grad_reduce: Switch = True
+    overlap_grad_reduce: bool = True
     """On: reduce gradients bucket by bucket during backward. Turn off only to measure what the overlap hides."""
-    overlap_param_gather: Switch = True
+    overlap_param_gather: bool = True
     """On: gather updated weights during the next forward. Turn off only to measure what the overlap hides."""
     ddp_bucket_size: Count = 40_000_000
     """Elements of a bucket, which is reduced or gathered at once. Rounded to suit the number of ranks."""
@@ -108,7 +100,7 @@ class ParallelConfig:
     """Transport of activations between tensor-parallel ranks in FP8 layers with --sequence-parallel. nccl: NCCL.
     copy_engine: each GEMM runs in parts while the next part is copied. auto: copy_engine if it works, for two ranks
     of a node, or for up to four if steps are recorded as CUDA graphs; otherwise nccl."""
-    nccl_communicator_config_path: Text = None
+    nccl_communicator_config_path: str | None = None
     """YAML file of NCCL settings for each process group, in megatron-core's format. Example: {dp_cp: {max_ctas: 8}}
     limits the multiprocessors that data-parallel collectives use during GEMMs."""
     distributed_timeout_minutes: Minutes = 10.0
@@ -143,70 +135,70 @@ class ParallelConfig:
 class DataConfig:
     """The source of tokens."""
 
-    data_path: Words = ()
+    data_path: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs, or weight prefix weight prefix … for a blend. --split divides them into train,
     validation and test data."""
-    train_data_path: Words = ()
+    train_data_path: tuple[str, ...] = ()
     """Like --data-path, for training only. Give --valid-data-path too, and no --split."""
-    valid_data_path: Words = ()
+    valid_data_path: tuple[str, ...] = ()
     """Like --data-path, for validation only."""
-    test_data_path: Words = ()
+    test_data_path: tuple[str, ...] = ()
     """Like --data-path, for the test at the end."""
-    data_args_path: Text = None
+    data_args_path: str | None = None
     """File with the words of --data-path. Replaces --data-path. It is read once, at the start."""
-    per_split_data_args_path: Text = None
+    per_split_data_args_path: str | None = None
     """JSON file {"train": [weight, prefix, …], "valid": …, "test": …}: --train-data-path and the others."""
     split: str = "969,30,1"
     """Relative sizes of the train, validation and test parts of --data-path. The test part is evaluated at the end."""
-    mock_data: Switch = False
+    mock_data: bool = False
     """Train on random tokens (benchmarks)."""
-    tokenizer_type: Annotated[TokenizerType | None, UNSET] = None
+    tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer. NullTokenizer takes the vocabulary from --vocab-size. Default: GPT2BPETokenizer with
     --vocab-file or --merge-file, else SentencePieceTokenizer."""
-    tokenizer_model: Text = None
+    tokenizer_model: str | None = None
     """The SentencePiece .model file, tiktoken's .json vocabulary, a local Hugging Face tokenizer folder, or its name on
     the hub."""
-    vocab_file: Text = None
+    vocab_file: str | None = None
     """GPT2BPETokenizer: gpt2-vocab.json."""
-    merge_file: Text = None
+    merge_file: str | None = None
     """GPT2BPETokenizer: gpt2-merges.txt."""
     tiktoken_pattern: Literal["v1", "v2"] = "v2"
     """TikTokenizer: how text is split into words. v2 starts a new word before a capital letter."""
     tiktoken_num_special_tokens: Count = 1000
     """TikTokenizer: ids of special tokens, before those of the file."""
-    tokenizer_special_tokens: Words = ()
+    tokenizer_special_tokens: tuple[str, ...] = ()
     """Tokens that are never split (GPT2BPETokenizer, HuggingFaceTokenizer, TikTokenizer)."""
-    tokenizer_hf_no_include_special_tokens: Switch = False
+    tokenizer_hf_no_include_special_tokens: bool = False
     """HuggingFaceTokenizer: add no tokens around a text, such as a Llama's BOS."""
-    null_tokenizer_eod_id: OptionalIndex = None
+    null_tokenizer_eod_id: CountOrZero | None = None
     """NullTokenizer: the token that ends a document. Default: the last."""
-    data_cache_path: Text = None
+    data_cache_path: str | None = None
     """Folder for caches of dataset indices. If it holds all of them, it is only read. Default: cache/ beside the
     data."""
     num_dataset_builder_threads: Threads = 1
     """Threads that build the indices of a blend's datasets."""
-    mmap_bin_files: Switch = True
+    mmap_bin_files: bool = True
     """On: map the .bin files into memory. Off: read them, for file systems where mapping is slow or impossible."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: the shuffled order of the dataset. cyclic: every pass over the dataset is shuffled anew."""
-    data_sharding: Switch = True
+    data_sharding: bool = True
     """With --dataloader-type cyclic. On: each data-parallel rank draws from its own part of the dataset."""
     num_workers: Processes = 2
     """Loader processes per rank; 0 loads in the training process."""
-    reset_position_ids: Switch = False
+    reset_position_ids: bool = False
     """Restart position ids after each end-of-document."""
-    reset_attention_mask: Switch = False
+    reset_attention_mask: bool = False
     """Keep attention within a document."""
-    eod_mask_loss: Switch = False
+    eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
-    sft: Switch = False
+    sft: bool = False
     """Fine-tune on conversations. The data paths are JSON lines of messages. The loss is computed on answers only."""
     sft_tokenizer_prompt_format: Literal["default", "identity", "nemotron-h-aligned", "nemotron-nano-v2"] = "default"
     """How --sft writes a conversation. default: the tokenizer's own chat template. identity: only the
     messages."""
-    sft_chat_template: Text = None
+    sft_chat_template: str | None = None
     """File with a Jinja chat template for --sft. Replaces --sft-tokenizer-prompt-format."""
-    sft_packing: Switch = True
+    sft_packing: bool = True
     """On: --sft fills a sample with conversations of several lines. Off: a sample is one line, as in Megatron."""
 
     @property
@@ -228,53 +220,53 @@ class TrainingConfig:
 
     micro_batch_size: BatchSize = 4
     """Sequences in one forward pass of one rank."""
-    global_batch_size: OptionalBatchSize = None
+    global_batch_size: BatchSize | None = None
     """Sequences in one step over all ranks. Default: micro-batch-size × data-parallel size."""
-    rampup_batch_size: Words = ()
+    rampup_batch_size: tuple[str, ...] = ()
     """START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size by INCREMENT over SAMPLES."""
-    step_batch_size_schedule: Words = ()
+    step_batch_size_schedule: tuple[str, ...] = ()
     """TOKENS:BATCH …: the global batch is BATCH from TOKENS tokens on (0:16 2.4B:320). Replaces --global-batch-size."""
-    calculate_per_token_loss: Switch = False
+    calculate_per_token_loss: bool = False
     """On: the loss is the mean over all unmasked tokens of the global batch. Off: the mean of the micro-batches' means.
     They differ if micro-batches mask different numbers of tokens."""
-    train_iters: OptionalCount = None
+    train_iters: Count | None = None
     """Number of optimizer steps. Give this or --train-samples."""
-    train_samples: OptionalSamples = None
+    train_samples: Samples | None = None
     """Number of training samples. The learning-rate schedule then counts samples, too: --lr-decay-samples …"""
-    iterations_to_skip: Words = ()
+    iterations_to_skip: tuple[str, ...] = ()
     """Iterations, counted from 1, whose data is skipped. They train nothing and do not move the schedule."""
     eval_interval: CountOrZero = 0
     """Steps between validations. One more validation and the test follow at the end. 0: no validation, no test."""
     eval_iters: CountOrZero = 100
     """Global batches in one validation. The next one reads the batches behind them, as in Megatron."""
-    eval_fixed_samples: Switch = False
+    eval_fixed_samples: bool = False
     """On: every validation reads the same batches, the first ones."""
-    full_validation: Switch = False
+    full_validation: bool = False
     """On: every validation reads each token of the validation split once, instead of --eval-iters batches."""
-    multiple_validation_sets: Switch = False
+    multiple_validation_sets: bool = False
     """With --full-validation: report a loss for each file of --valid-data-path."""
-    validation_set_names: Words = ()
+    validation_set_names: tuple[str, ...] = ()
     """Names of the validation sets, in the order of --valid-data-path. Default: 0, 1, …"""
-    skip_train: Switch = False
+    skip_train: bool = False
     """Evaluate the checkpoint of --load on the validation and test data, and end. Nothing is trained or saved."""
     seed: CountOrZero = 1234
     """Seed of initialisation, data order and dropout. The initial weights do not depend on the parallel layout."""
-    exit_interval: OptionalIndex = None
+    exit_interval: CountOrZero | None = None
     """Save and stop at the next iteration that is a multiple of this. 0: do not."""
-    exit_duration_in_mins: OptionalNotNegative = None
+    exit_duration_in_mins: NotNegative | None = None
     """Save and stop after this many minutes, counted from before data and model are built and loaded. 0: do not."""
     max_skipped_steps: Count = 20
     """Stop after this many consecutive steps skipped for a non-finite loss or gradient."""
     loss_spike_threshold: NotNegative = 10.0
     """A step is a loss spike if its loss is this many robust standard deviations above the median of the last 64 steps.
     0: no step is."""
-    rollback_on_loss_spike: Switch = False
+    rollback_on_loss_spike: bool = False
     """On: a spike ends the ranks. With --max-restarts they load the last checkpoint and skip the data of the spike."""
-    check_weight_hash_across_dp_replicas_interval: OptionalCount = None
+    check_weight_hash_across_dp_replicas_interval: Count | None = None
     """Steps between comparisons of tensors that are equal on several ranks: weights, scales, norms, step count, amax
     histories. A difference ends the run with an error that names the ranks. Each checkpoint is compared before it is
     saved."""
-    deterministic_mode: Switch = False
+    deterministic_mode: bool = False
     """Use only kernels whose results are bitwise reproducible."""
     cuda_graph_impl: Literal["auto", "none", "local"] = "auto"
     """local: record forward and backward of a step once as a CUDA graph and replay it in every step, so that kernels do
@@ -284,20 +276,20 @@ class TrainingConfig:
     """Contents of a graph: all micro-batches of a step and the reduction of their gradients."""
     cuda_graph_warmup_steps: CountOrZero = 3
     """Steps before the graph is recorded."""
-    recompute_granularity: Annotated[Literal["full", "selective"] | None, UNSET] = None
+    recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: whole layers (full) or the parts of --recompute-modules (selective)."""
-    recompute_modules: Words = ()
+    recompute_modules: tuple[str, ...] = ()
     """Parts of a layer that selective recomputation covers, by default core_attn. core_attn: softmax(QKᵀ)·V. mlp: in
     FP8 layers the GEMM before the activation function, which has the largest output of a layer; otherwise the whole
     MLP. layernorm: norms under --precision te. FP8 layers always recompute norms; 16-bit layers never do."""
-    recompute_method: Annotated[Literal["uniform", "block"] | None, UNSET] = None
+    recompute_method: Literal["uniform", "block"] | None = None
     """Which layers full recomputation covers; see --recompute-num-layers."""
-    recompute_num_layers: Annotated[LayersOrZero | None, UNSET] = None
+    recompute_num_layers: LayersOrZero | None = None
     """Layers per recomputed chunk (uniform) or recomputed layers per (virtual) stage (block; 0: none)."""
     cpu_offloading_num_layers: LayersOrZero = 0
     """This many first layers of each (virtual) stage keep their activations for backward on the host. Copies run during
     the computation of other layers. With full recomputation only the layers' inputs are kept."""
-    loss_chunk_size: OptionalCount = None
+    loss_chunk_size: Count | None = None
     """Positions of each sequence whose logits are computed at a time. Backward recomputes them. Default: all."""
     mlp_chunks_for_training: Count = 1
     """Number of chunks of a sequence that an MLP processes one after another. Needs recomputed MLPs. As in Megatron,
