@@ -179,7 +179,7 @@ def _check_level(plan: RunPlan, level: str, common: Config, refused: Mapping[str
     given = parse_config([*plan.common_flags, *flags])
     _check_refused(flags, given, refused)
     alone = parse_command_line(flags)
-    said, counts = _values(alone.config), _values(given)
+    said, counts = alone.config.settings, given.settings
     for name in alone.stated & (_flag_names(plan.common_flags) - _flag_names(flags)):
         if said[name] != counts[name]:
             raise ConfigError(
@@ -200,7 +200,7 @@ def _check_level(plan: RunPlan, level: str, common: Config, refused: Mapping[str
 def _check_refused(flags: Sequence[str], config: Config, refused: Mapping[str, str]) -> None:
     """Raise `ConfigError` for a flag of a refused setting, or a file with another value than the default."""
     given = {one.name.removeprefix("no_"): one for one in flags_of(flags)}
-    defaults, values = _values(Config()), _values(config)
+    defaults, values = Config().settings, config.settings
     for name, reason in refused.items():
         if name in given:
             raise ConfigError(f"{' '.join((given[name].flag, *given[name].words))}: {reason}; leave it out")
@@ -210,11 +210,6 @@ def _check_refused(flags: Sequence[str], config: Config, refused: Mapping[str, s
 
 def _flag_names(flags: Sequence[str]) -> set[str]:
     return {one.name.removeprefix("no_") for one in flags_of(flags)}
-
-
-def _values(config: Config) -> dict[str, Any]:
-    """All settings by name."""
-    return {name: value for section in vars(config).values() for name, value in vars(section).items()}
 
 
 def find_starts(plan: RunPlan, config: Config, finished: Container[RunKey]) -> None:

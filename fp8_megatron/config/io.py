@@ -252,12 +252,12 @@ def _values_of(
 
 def _field_types() -> dict[str, Mapping[str, FieldType]]:
     """The fields' types by section and name."""
-    return {section: field_types(type(default)) for section, default in _sections(Config()).items()}  # type: ignore[arg-type]
+    return {section: field_types(type(default)) for section, default in vars(Config()).items()}  # type: ignore[arg-type]
 
 
 def _overridden(base: Config, values: Mapping[str, Mapping[str, Any]]) -> Config:
     """`base` with values by section and name instead of its own."""
-    sections = _sections(_without_alternatives(base, _names(values)))
+    sections = vars(_without_alternatives(base, _names(values)))
     return Config(**{name: dataclasses.replace(section, **values[name]) for name, section in sections.items()})
 
 
@@ -265,12 +265,12 @@ def _without_alternatives(base: Config, given: Collection[str]) -> Config:
     """`base` with a setting reset to its default where `given` names an alternative of it (`_ALTERNATIVES`)."""
     replaced = {name for names in _ALTERNATIVES if set(names) & set(given) for name in names if name not in given}
     replaced |= {name for name, other in _GIVE_WAY if other in given and name not in given}
-    defaults = _sections(Config())
+    defaults = vars(Config())
     sections = {
         section: {name: getattr(defaults[section], name) for name in names if name in replaced}
         for section, names in _field_types().items()
     }
-    return Config(**{name: dataclasses.replace(old, **sections[name]) for name, old in _sections(base).items()})
+    return Config(**{name: dataclasses.replace(old, **sections[name]) for name, old in vars(base).items()})
 
 
 def _names(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -336,14 +336,14 @@ def _read_file(path: str | Path) -> dict[str, dict[str, Any]]:
 
 def config_text(config: Config) -> str:
     """All settings by section as YAML. `load_config` reads back an equal configuration."""
-    sections = {name: _plain_values(section) for name, section in _sections(config).items()}
+    sections = {name: _plain_values(section) for name, section in vars(config).items()}
     return yaml.dump(sections, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def format_config(config: Config) -> str:
     """The configuration by section, as text. A star marks a value that is not the default; the default follows it."""
     lines = []
-    for name, default in _sections(Config()).items():
+    for name, default in vars(Config()).items():
         lines.append(f"{name}:")
         values, defaults = _plain_values(getattr(config, name)), _plain_values(default)
         for key, value in values.items():
@@ -354,7 +354,7 @@ def format_config(config: Config) -> str:
 def format_changes(config: Config) -> str:
     """The settings that differ from their defaults, by section, as text. Sections without any are left out."""
     lines = []
-    for name, default in _sections(Config()).items():
+    for name, default in vars(Config()).items():
         values, defaults = _plain_values(getattr(config, name)), _plain_values(default)
         changes = filter(None, (_changed(key, value, defaults[key]) for key, value in values.items()))
         if found := [line.replace("* ", "", 1) for line in changes]:
@@ -365,11 +365,6 @@ def format_changes(config: Config) -> str:
 def _changed(key: str, value: Any, default: Any) -> str | None:
     """The line of a setting that differs from its default."""
     return None if value == default else f"  * {key} = {_shown(value)}  (default {_shown(default)})"
-
-
-def _sections(config: Config) -> dict[str, Any]:
-    """The sections of a configuration by name."""
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
 
 
 def _entries(

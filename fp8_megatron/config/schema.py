@@ -9,7 +9,7 @@ reports configurations that cannot work before any device is touched. Functions 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ..storage import FP8_GEMM_MULTIPLE, GradReduceMode
 from .batch_schedule import BatchSchedule
@@ -334,6 +334,11 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting by name; names are unique over sections."""
+        return {name: value for section in vars(self).values() for name, value in vars(section).items()}
 
     def is_fp8_layer(self, layer: int) -> bool:
         """Whether layer `layer`, counted over the whole model, has this project's FP8 linear layers."""
