@@ -6,14 +6,30 @@ scripts give them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_args
 
 from .model import SETTINGS_WITHOUT_YARN, YARN_SETTINGS
-from .schema import Config
+from .schema import Config, TokenizerType
+
+#: Values of --tokenizer-type.
+TOKENIZER_TYPES: tuple[TokenizerType, ...] = get_args(TokenizerType)
+#: Options of tokenizers, and the kinds that read them.
+TOKENIZERS_READING: Mapping[str, tuple[TokenizerType, ...]] = MappingProxyType(
+    {
+        "vocab_file": ("GPT2BPETokenizer",),
+        "merge_file": ("GPT2BPETokenizer",),
+        "tiktoken_pattern": ("TikTokenizer",),
+        "tiktoken_num_special_tokens": ("TikTokenizer",),
+        "tokenizer_special_tokens": ("GPT2BPETokenizer", "HuggingFaceTokenizer", "TikTokenizer"),
+        "tokenizer_hf_no_include_special_tokens": ("HuggingFaceTokenizer",),
+        "null_tokenizer_eod_id": ("NullTokenizer",),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -106,12 +122,9 @@ def _no_validation(config: Config) -> str | None:
 _POSITIONS = "position_embedding_type"
 _SIXTEEN_BITS = ("bf16", "fp16")
 _DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
-_SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _LOSS_SCALE = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
 _ENDS = "reset_position_ids reset_attention_mask eod_mask_loss"
 _HISTORY = "fp8_amax_history_len fp8_amax_compute_algo fp8_margin"
-_OF_TIKTOKEN = "tiktoken_pattern tiktoken_num_special_tokens"
-_OF_HUGGING_FACE = "tokenizer_hf_no_include_special_tokens"
 
 _RULES = (
     Ignored("rotary_base", _POSITIONS, ("learned_absolute", "none"), "give --position-embedding-type rope"),
@@ -146,42 +159,23 @@ _RULES = (
     Ignored(_ENDS, "mock_data", (True,), "give --data-path instead"),
     Ignored("merge_file", _no_tokenizer_file, (), "give --vocab-file"),
     Ignored(
-        f"{_OF_TIKTOKEN} tokenizer_special_tokens {_OF_HUGGING_FACE}",
+        "tiktoken_pattern tiktoken_num_special_tokens tokenizer_special_tokens tokenizer_hf_no_include_special_tokens",
         *(_no_tokenizer_file, (), "give --tokenizer-model"),
     ),
-    Ignored(f"{_ENDS} mmap_bin_files {_OF_HUGGING_FACE}", "sft", (True,), "drop --sft"),
+    Ignored(f"{_ENDS} mmap_bin_files tokenizer_hf_no_include_special_tokens", "sft", (True,), "drop --sft"),
     Ignored("sft_tokenizer_prompt_format sft_chat_template sft_packing", "sft", (False,), "give --sft"),
     Ignored(
         "tokenizer_model",
         *("tokenizer_type", ("NullTokenizer", "GPT2BPETokenizer"), "choose another --tokenizer-type"),
     ),
-    Ignored(
-        "vocab_file merge_file",
-        "tokenizer_type",
-        (*_SENTENCEPIECE, "NullTokenizer", "HuggingFaceTokenizer", "TikTokenizer"),
-        "choose GPT2BPETokenizer",
-    ),
-    Ignored(
-        _OF_TIKTOKEN,
-        "tokenizer_type",
-        (*_SENTENCEPIECE, "NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"),
-        "choose TikTokenizer",
-    ),
-    Ignored(
-        "tokenizer_special_tokens",
-        *("tokenizer_type", (*_SENTENCEPIECE, "NullTokenizer"), "choose another --tokenizer-type"),
-    ),
-    Ignored(
-        _OF_HUGGING_FACE,
-        "tokenizer_type",
-        (*_SENTENCEPIECE, "NullTokenizer", "GPT2BPETokenizer", "TikTokenizer"),
-        "choose HuggingFaceTokenizer",
-    ),
-    Ignored(
-        "null_tokenizer_eod_id",
-        "tokenizer_type",
-        (*_SENTENCEPIECE, "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer"),
-        "choose NullTokenizer",
+    *(
+        Ignored(
+            name,
+            "tokenizer_type",
+            tuple(kind for kind in TOKENIZER_TYPES if kind not in kinds),
+            f"choose --tokenizer-type {' or '.join(kinds)}",
+        )
+        for name, kinds in TOKENIZERS_READING.items()
     ),
     Ignored("load_optim load_rng", "load", (None,), "give --load", is_error=False),
     Ignored("full_validation", _no_validation, (), "give --eval-interval"),

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from ..config.schema import TokenizerType
+from ..config.ignored import TOKENIZER_TYPES, TOKENIZERS_READING
 from ..config.words import flag_name
 from ..errors import UserError
 from .byte_pair_tokenizers import GPT2BPETokenizer, TikTokenizer
 from .tokenizer import SENTENCEPIECE_TYPES, NullTokenizer, SentencePieceTokenizer, Tokenizer, check_tokenizer_path
 from .transformers_tokenizer import HuggingFaceTokenizer
-
-#: Values of --tokenizer-type.
-TOKENIZER_TYPES: tuple[TokenizerType, ...] = get_args(TokenizerType)
 
 
 @dataclass(frozen=True)
@@ -45,23 +42,11 @@ class TokenizerOptions:
         return cls(**values | {"tokenizer_special_tokens": tuple(values["tokenizer_special_tokens"])})
 
 
-#: Which kinds read an option.
-_READ_BY = {
-    "vocab_file": ("GPT2BPETokenizer",),
-    "merge_file": ("GPT2BPETokenizer",),
-    "tiktoken_pattern": ("TikTokenizer",),
-    "tiktoken_num_special_tokens": ("TikTokenizer",),
-    "tokenizer_special_tokens": ("GPT2BPETokenizer", "HuggingFaceTokenizer", "TikTokenizer"),
-    "tokenizer_hf_no_include_special_tokens": ("HuggingFaceTokenizer",),
-    "null_tokenizer_eod_id": ("NullTokenizer",),
-}
-
-
 def tokenizer_problems(tokenizer_type: str, model: str | None, options: TokenizerOptions) -> list[str]:
     """What is missing, ignored or not there of a tokenizer's settings; one line each. No file's content is read."""
     problems = []
     defaults = TokenizerOptions()
-    for name, kinds in _READ_BY.items():
+    for name, kinds in TOKENIZERS_READING.items():
         value = getattr(options, name)
         if value != getattr(defaults, name) and tokenizer_type not in kinds:
             shown = " ".join(value) if isinstance(value, tuple) else value
