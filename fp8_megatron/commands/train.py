@@ -16,7 +16,7 @@ from ..config.folder_checks import check_run_folders
 from ..config.io import parse_config
 from ..data.token_files import check_input_files
 from ..errors import UserError
-from .arguments import MAX_COUNT, Parser, nonempty, note_repeated_flags, whole
+from .arguments import Parser, nonempty, note_repeated_flags, whole
 from .dry_run import dry_run
 from .environment import follow_parent
 from .launch import NodeRanks, check_cpu_ranks, check_gpus, hide_gpus, run_ranks, slurm_launch
@@ -25,8 +25,6 @@ from .run_settings import run_command_line
 
 #: Restarts of --restart. A fault that comes again at the same iteration ends the job sooner.
 _DEFAULT_RESTARTS = 10
-#: A whole number of any sign; `_placement` knows the limits.
-_count = whole(least=-MAX_COUNT)
 _RANK_PROGRAM = "fp8_megatron.commands.pretrain_gpt"
 _EXAMPLES = """\
 examples:
@@ -102,23 +100,25 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument(
         "--gpus",
-        type=_count,
+        type=whole(least=0),
         metavar="N",
         help="GPUs of this node, a rank each; 0: one rank on the CPU (default: 1 if there is one)",
     )
-    ranks.add_argument("--cpu-ranks", type=_count, metavar="N", help="ranks on this node's CPU instead, over gloo")
+    ranks.add_argument("--cpu-ranks", type=whole(), metavar="N", help="ranks on this node's CPU instead, over gloo")
     parser.add_argument(
-        "--nnodes", type=_count, default=1, metavar="N", help="nodes (default 1), all with as many GPUs"
+        "--nnodes", type=whole(), default=1, metavar="N", help="nodes (default 1), all with as many GPUs"
     )
     parser.add_argument(
-        "--node-rank", type=_count, default=0, metavar="N", help="this node's number, from 0 (default 0)"
+        "--node-rank", type=whole(least=0), default=0, metavar="N", help="this node's number, from 0 (default 0)"
     )
     parser.add_argument("--master-addr", type=nonempty, metavar="HOST", help="node 0, for several nodes")
-    parser.add_argument("--master-port", type=_count, metavar="PORT", help="a free port there (default 29500)")
+    parser.add_argument(
+        "--master-port", type=whole(most=65_535), metavar="PORT", help="a free port there (default 29500)"
+    )
     restarts = parser.add_mutually_exclusive_group()
     restarts.add_argument(
         "--max-restarts",
-        type=_count,
+        type=whole(least=0),
         default=0,
         metavar="N",
         help="start all ranks again up to N times after one died, hung or diverged, from the newest checkpoint under "
@@ -138,17 +138,11 @@ def _placement(own: argparse.Namespace) -> NodeRanks:
     """The placement of ranks, from the command line.
 
     Raises:
-        UserError: a number is out of range, or numbers contradict each other.
+        UserError: numbers contradict each other.
     """
-    if own.gpus is not None and own.gpus < 0:
-        raise UserError(f"--gpus {own.gpus} is negative; give 0 or more")
-    if own.cpu_ranks is not None and own.cpu_ranks < 1:
-        raise UserError(f"--cpu-ranks {own.cpu_ranks}: there is no such run; give 1 or more")
     if own.cpu_ranks is not None:
         check_cpu_ranks(own.cpu_ranks, "--cpu-ranks")
-    if own.master_port is not None and not 1 <= own.master_port <= 65_535:
-        raise UserError(f"--master-port {own.master_port} is no port; give 1 to 65535")
-    if own.nnodes < 1 or not 0 <= own.node_rank < own.nnodes:
+    if own.node_rank >= own.nnodes:
         raise UserError(
             f"--node-rank {own.node_rank} is none of --nnodes {own.nnodes}; number the nodes from 0 to --nnodes - 1"
         )
@@ -156,8 +150,6 @@ def _placement(own: argparse.Namespace) -> NodeRanks:
         raise UserError(f"--nnodes {own.nnodes} needs --master-addr; give the name or address of node 0")
     if own.nnodes == 1 and (own.master_addr is not None or own.master_port is not None):
         raise UserError("--master-addr and --master-port have no effect with one node; drop them or give --nnodes")
-    if own.max_restarts < 0:
-        raise UserError(f"--max-restarts {own.max_restarts} is negative; give 0 or more")
     on_cpu = own.cpu_ranks is not None or own.gpus == 0
     return NodeRanks(
         ranks_per_node=own.cpu_ranks or own.gpus or 1,

@@ -74,16 +74,12 @@ def test_own_flags_place_the_ranks_and_all_others_are_passed_on(
         ),
         ("--gpus 4 --nnodes 2 --master-addr a --global-batch-size 4", "× data-parallel size(8)"),
         ("--config nowhere.yaml", "nowhere.yaml: cannot read the configuration file"),
-        ("--gpus -1", "--gpus -1 is negative; give 0 or more"),
-        ("--cpu-ranks 0", "--cpu-ranks 0: there is no such run"),
         ("--nnodes 2", "--nnodes 2 needs --master-addr"),
         ("--nnodes 2 --master-addr a --node-rank 2", "--node-rank 2 is none of --nnodes 2"),
         ("--num-layrs 3", "unknown flag --num-layrs; did you mean --num-layers?"),
         ("--save=", "save('') is empty (an unset shell variable?); give --save another value"),
         ("--cpu-ranks 100000", "--cpu-ranks 100000 is more than this node's cores can run; give at most "),
-        ("--nnodes 2 --master-addr a --master-port 70000", "--master-port 70000 is no port; give 1 to 65535"),
         ("--node-rank 1", "--node-rank 1 is none of --nnodes 1"),
-        ("--gpus 2 --max-restarts -1", "--max-restarts -1 is negative; give 0 or more"),
         ("--master-port 1234", "--master-port have no effect with one node"),
     ],
 )
@@ -96,7 +92,10 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert printed.out == "" and started == []
 
 
-@pytest.mark.parametrize("words", ["--gpus 2 --cpu-ranks 2", "--gpus two", "--gpus \uff12", "--master-addr=", "--gpus"])
+@pytest.mark.parametrize(
+    "words",
+    ["--gpus 2 --cpu-ranks 2", "--gpus two", "--gpus \uff12", "--gpus -1", "--cpu-ranks 0", "--master-addr=", "--gpus"],
+)
 def test_a_bad_flag_exits_with_status_2(
     words: str, started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
