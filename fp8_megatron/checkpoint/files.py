@@ -44,9 +44,8 @@ logger = logging.getLogger(__name__)
 #: More digits than any run takes steps.
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _FOLDER = re.compile(r"iter_(\d{7,})")
-#: A folder between the two renames of `publish`; earlier versions wrote no token.
+#: A folder between the two renames of `publish`. Tools write no token.
 _REPLACED = re.compile(r"(iter_\d{7,})(\.[0-9a-f]{16})?\.replaced")
-_OLD_META = "meta.json"
 _LEFT_BEHIND = (".tmp", ".replaced", ".removed")
 #: A file is read again so often if its handle is stale, after so many seconds.
 _STALE_ATTEMPTS = 3
@@ -154,7 +153,7 @@ def saved_iterations(root: Path) -> list[int]:
 def ancestors(root: Path, iteration: int) -> list[int]:
     """Checkpoints under `root` that the run of the given checkpoint had saved before it, ascending.
 
-    All lower ones if it does not name them: it is damaged, or of an earlier version.
+    All lower ones if it does not name them, since it is damaged.
     """
     lower = [number for number in saved_iterations(root) if number < iteration]
     try:
@@ -224,8 +223,7 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
         iteration: take this one alone (--ckpt-step).
 
     Raises:
-        CheckpointError: `root` is a file, `iteration` does not exist, the tracker is unreadable, or the checkpoint has
-            an unsupported format.
+        CheckpointError: `root` is a file, `iteration` does not exist, or the tracker is unreadable.
     """
     if root.exists() and not root.is_dir():
         raise CheckpointError(f"{root} is a file; give the folder that --save named")
@@ -236,11 +234,6 @@ def candidates(root: Path, iteration: int | None = None) -> list[int]:
     if wanted is None:
         return saved[::-1]
     folder = iteration_folder(root, wanted)
-    if wanted not in saved and (folder / _OLD_META).exists():
-        raise CheckpointError(
-            f"{folder} has format version 2 ({_OLD_META} and state_*.safetensors), this version reads 3 and 4; resume "
-            f"it with the version that wrote it, or start without --load"
-        )
     if iteration is None or is_megatron_checkpoint(folder):
         return [wanted, *([] if is_megatron_checkpoint(folder) else ancestors(root, wanted)[::-1])]
     if iteration not in saved:

@@ -178,23 +178,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 def events_of_run(events: Sequence[dict[str, Any]], run: str) -> list[dict[str, Any]]:
     """The events of one run, in order.
 
-    An event that names no run belongs to the last run of its launch, or else to the run of the event before it. Those
-    at the beginning of the file are of an earlier version. They belong to the first run that is named, unless that run
-    started after them; if none is named, to the run that asks. A start from scratch ends what belongs to it.
+    An event that names no run belongs to the last run of its launch, or else to the run of the event before it, or else
+    to the first run that is named.
     """
     owners = list(_owners(events))
     first = next((owner for owner in owners if owner is not None), run)
-    num_unknown = next((index for index, owner in enumerate(owners) if owner is not None), len(owners))
-    starts = [index for index, item in enumerate(events) if item["kind"] == EventKind.START.value]
-    if first != run or any(owners[index] == run for index in starts):
-        adopted = num_unknown
-    else:
-        adopted = max((index for index in starts if index < num_unknown), default=0)
-    return [
-        item
-        for index, (item, owner) in enumerate(zip(events, owners, strict=True))
-        if owner == run or (owner is None and index >= adopted)
-    ]
+    return [item for item, owner in zip(events, owners, strict=True) if (owner or first) == run]
 
 
 def last_run(events: Sequence[dict[str, Any]]) -> str | None:

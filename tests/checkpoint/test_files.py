@@ -96,15 +96,6 @@ def test_an_iteration_that_is_not_there(tmp_path: Path) -> None:
         candidates(tmp_path, 5)
 
 
-def test_the_format_before_is_named(tmp_path: Path) -> None:
-    folder = iteration_folder(tmp_path, 10)
-    folder.mkdir()
-    (folder / "meta.json").write_text('{"format": 2}')
-    (tmp_path / TRACKER).write_text("10")
-    with pytest.raises(CheckpointError, match=r"format version 2 .*this version reads 3"):
-        candidates(tmp_path)
-
-
 def test_what_was_cut_short_is_ignored_and_cleared(tmp_path: Path) -> None:
     save(tmp_path, 10)
     (start_writing(iteration_folder(tmp_path, 20)) / "half").write_text("")

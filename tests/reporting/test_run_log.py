@@ -81,16 +81,3 @@ def test_events_belong_to_runs(tmp_path: Path) -> None:
     assert [found["text"] for found in events_of_run(events, "a")] == ["one", "three", "the end"]
     assert [found["text"] for found in events_of_run(events, "b")] == ["two", "lost"]
     assert events_of_run(events, "c") == []
-
-
-def test_events_of_earlier_versions_name_no_run(tmp_path: Path) -> None:
-    """They belong to the run that goes on from them, since their last start from scratch."""
-    for kind, text in ((EventKind.STOP, "x"), (EventKind.START, "one"), (EventKind.SAVE, "two")):
-        add_event(tmp_path, kind, text, iteration=0)
-    old = read_events(tmp_path / EVENTS_FILE)
-    assert [found["text"] for found in events_of_run(old, "a")] == ["one", "two"]
-    resumed = [*old, {"kind": "resume", "run": "a", "text": "three"}, {"kind": "start", "run": "b", "text": "four"}]
-    assert [found["text"] for found in events_of_run(resumed, "a")] == ["one", "two", "three"]
-    assert [found["text"] for found in events_of_run(resumed, "b")] == ["four"]
-    begun = [*old, {"kind": "start", "run": "a", "text": "three"}]
-    assert [found["text"] for found in events_of_run(begun, "a")] == ["three"]
