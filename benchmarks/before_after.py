@@ -68,6 +68,12 @@ CASES = {
         Case("five_byte", 1, f"{_TINY} --global-batch-size 2 {_FAST} {_FIVE_BYTES}"),
         Case("llama_o1", 1, f"{_TINY} --global-batch-size 2 {_TINY_LLAMA} --opt-level O1"),
         Case("llama_tp2_sp", 2, f"{_TINY} --global-batch-size 4 {_TINY_LLAMA} {_FAST} {_TP2}"),
+        Case(
+            "blockwise_tp2_sp",
+            2,
+            f"{_TINY} --global-batch-size 4 --fp8-recipe blockwise {_TP2} --hidden-size 256 --ffn-hidden-size 512 "
+            "--seq-length 256 --micro-batch-size 1",
+        ),
         Case("tp2", 2, f"{_TINY} --global-batch-size 2 --tensor-model-parallel-size 2"),
         Case("dp2_fast", 2, f"{_TINY} --global-batch-size 8 {_FAST}"),
         Case("pp2", 2, f"{_TINY} --global-batch-size 8 --pipeline-model-parallel-size 2"),

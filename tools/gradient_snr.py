@@ -26,12 +26,12 @@ from torch import Tensor
 if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+
 from fp8_megatron.commands import pretrain_gpt
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.dtypes import E4M3, GRAD_BLOCK, MAX_FINITE
 from fp8_megatron.kernels import ops
 from fp8_megatron.outputs import check_output_file, write_output
-from fp8_megatron.quantization.operand import multiply
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
 
@@ -52,7 +52,7 @@ class Sample:
         self.num_seen += 1
         if self.num_seen % _EVERY:
             return
-        exact = multiply(grad.g_t, grad.x_t, torch.float32).view(-1)
+        exact = grad.g_t.multiply(grad.x_t, torch.float32).view(-1)
         numel = exact.numel()
         written = ops.dequantize_blockwise(payload, scales)[:numel]
         blocks = torch.empty(payload.numel(), dtype=E4M3, device=payload.device)

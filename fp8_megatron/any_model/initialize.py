@@ -11,8 +11,9 @@ import torch
 from ..device.group import Group
 from ..dtypes import LEVELS
 from ..errors import UserError
+from ..formats.recipes import RecipeName
 from ..nn.module import NO_TENSOR_PARALLELISM
-from ..quantization.recipe import Recipe, RecipeName
+from ..quantization.recipe import Recipe
 from .build import build_optimizer
 from .linears import LinearFilter, is_fp8, replace_linears
 from .old_weights import warn_of_old_weights

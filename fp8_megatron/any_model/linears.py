@@ -12,11 +12,12 @@ from torch.nn.utils import parametrize
 
 from ..dtypes import StorageDtype
 from ..errors import UserError
+from ..formats.recipes import RecipeName
 from ..nn.conv1d import FP8Conv1D
 from ..nn.derived import fp8_class, multiplies_as_linear
 from ..nn.module import NO_TENSOR_PARALLELISM, FP8Linear
 from ..quantization.amax_history import AmaxHistory
-from ..quantization.recipe import Recipe, RecipeName
+from ..quantization.recipe import Recipe
 from ..quantization.weight_shards import stored_part
 from . import attention, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
@@ -84,7 +85,7 @@ def replace_linears(
     if recipe.history is not None and recipe.history.record is not None:
         raise ValueError("the recipe's amax history belongs to another model: give each model a recipe of its own")
     stays = _reasons_to_stay(model, recipe, filter, optimized)
-    heads = language_heads(model) if recipe.roles.grad_output.has_one_scale else set()
+    heads = language_heads(model) if recipe.roles.grad_output.takes_row_scales else set()
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     slots: dict[str, list[int]] = {}
     for name, module in list(model.named_modules()):

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..collectives.context_exchange import gather_sequence, scatter_sequence
 from ..device.group import Group
+from ..formats.format import Quantized
 from ..kernels import ops
 from ..kernels.ops import QKNorm, Rotation
 from ..quantization.attention import AttentionGrads, AttentionQuantizers
-from ..quantization.operand import Quantized
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import GradSource, NormStatistics, QKVGradSource
 from .first_order import once_differentiable

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..dtypes import E4M3, GEMM_BLOCK
+from ..dtypes import E4M3
 from ..errors import UserError
-from ..quantization.operand import Quantized
+from ..formats.format import Quantized
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
 from . import row_scaled
@@ -60,10 +60,10 @@ def new_token(layer: CompilableLayer) -> Tensor:
 def compiled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """y [T, N] in `dtype` = x [T, K] · Wᵀ + bias [N], with the bits of `fp8_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
-    has_blocks = not layer.quantizers.input.format.has_one_scale
+    scale_shape = layer.quantizers.input.format.scale_shape(x.shape[1], x.shape[0])
     scales_rows = layer.scales_grad_rows
     y: Tensor = _Linear.apply(
-        x, layer.token, bias, layer.out_features, dtype, keeps_input, has_blocks, layer.evaluates, scales_rows
+        x, layer.token, bias, layer.out_features, dtype, keeps_input, scale_shape, layer.evaluates, scales_rows
     )
     return y
 
@@ -92,20 +92,20 @@ def _linear(
     out_features: int,
     dtype: torch.dtype,
     keeps_input: bool,
-    has_blocks: bool,
+    scale_shape: Sequence[int],
     evaluates: bool,
     scales_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [T, N] in `dtype`, and what wgrad takes of the input: its transpose E4M3 [K, T] with scales FP32.
 
-    The scales are [1], or [T / `GEMM_BLOCK`, K] with blocks. Both are empty if not `keeps_input`, and with
-    `scales_rows`, whose wgrad takes the input itself.
+    Both are empty if not `keeps_input`, and with `scales_rows`, whose wgrad takes the input itself.
 
     Args:
         x: [T, K].
         token: of the layer (`new_token`).
         bias: [N].
-        out_features, has_blocks: what the shapes of the result follow from, for the fake operator.
+        out_features, scale_shape: what the shapes of the result follow from, for the fake operator. The latter is
+            the transpose's (`Format.scale_shape`).
         evaluates: the layer's casts leave no amax behind (`CompilableLayer.evaluates`).
         scales_rows: each row of the output's gradient has a scale of its own (`row_scaled`).
     """
@@ -122,13 +122,12 @@ def _linear(
 
 
 def _fake_linear(x: Tensor, token: Tensor, bias: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out_features, dtype, keeps_input, has_blocks, _, scales_rows = call
+    out_features, dtype, keeps_input, scale_shape, _, scales_rows = call
     rows, columns = x.shape
     y = x.new_empty((rows, out_features), dtype=dtype)
     if scales_rows or not keeps_input:
         return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
-    scales = (rows // GEMM_BLOCK, columns) if has_blocks else (1,)
-    return y, x.new_empty((columns, rows), dtype=E4M3), x.new_empty(scales, dtype=torch.float32)
+    return y, x.new_empty((columns, rows), dtype=E4M3), x.new_empty(scale_shape, dtype=torch.float32)
 
 
 def _linear_backward(

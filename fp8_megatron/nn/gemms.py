@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..collectives.row_exchange import RowSum
 from ..dtypes import FP8_DTYPES
+from ..formats.format import Quantized
 from ..kernels import ops
 from ..kernels.ops import WrittenCast
 from ..quantization.cast_health import CastProbe
-from ..quantization.operand import Quantized, multiply_into_
 from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_grad import WeightGrad
@@ -87,13 +87,13 @@ class Product:
             out, added = y, addend
             if rows.payload.shape[0] != num_rows:  # a view costs the host more than this test
                 out, added = y[part], None if addend is None else addend[part]
-            multiply_into_(out, rows, self._w, bias=self._bias, use_fast_accum=self._use_fast_accum, addend=added)
+            rows.multiply_into_(out, self._w, bias=self._bias, use_fast_accum=self._use_fast_accum, addend=added)
         return y
 
     def write(self, rows: slice, out: Tensor, adds_bias: bool) -> None:
         """See `Summand.write`."""
         bias = self._bias if adds_bias else None
-        multiply_into_(out, self._a.whole().rows(rows), self._w, bias=bias, use_fast_accum=self._use_fast_accum)
+        self._a.whole().rows(rows).multiply_into_(out, self._w, bias=bias, use_fast_accum=self._use_fast_accum)
 
 
 class Computed:
@@ -209,5 +209,5 @@ def _transposed_weight(linear: LinearParams) -> Quantized:
     """The weight [K, N] as dgrad takes it."""
     kept = None if linear.links is None else linear.links.kept_transpose
     if kept is None:
-        return linear.weight.transposed_gemm_operand(linear.quantizers.weight)
+        return linear.weight.gemm_operand(linear.quantizers.weight, transposed=True)
     return kept.of(linear.weight, linear.quantizers.weight)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..quantization.operand import Format, Quantized
+from ..formats.format import Format, Quantized
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import TensorSource
 from . import row_scaled, shared_cast

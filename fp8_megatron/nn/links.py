@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from ..formats.format import Format, Quantized
 from ..quantization.early_cast import EarlyCast
-from ..quantization.operand import Format, Quantized
 from ..quantization.scaled_tensor import ScaledTensor
 
 
@@ -29,7 +29,7 @@ class KeptTranspose:
     def of(self, weight: ScaledTensor, format: Format) -> Quantized:
         """The transpose [K, N] of the weight [N, K] in `format`."""
         if self._kept is None:
-            self._kept = weight.transposed_gemm_operand(format)
+            self._kept = weight.gemm_operand(format, transposed=True)
         return self._kept
 
     def forget(self) -> None:

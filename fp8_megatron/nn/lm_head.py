@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats.format import Format, Quantized
 from ..kernels import ops
-from ..quantization.cast_health import CastProbe, row_scales, row_step
-from ..quantization.operand import Format, Quantized, multiply, multiply_into_, quantize
+from ..quantization.cast_health import CastProbe, row_step
 from ..quantization.recipe import HeadQuantizers, Quantizer
 from ..quantization.sources import NormStatistics, TensorSource
 from .cross_entropy import agree_on_statistics, first_column, local_columns
@@ -124,7 +124,7 @@ class _ScaledNorm:
         return ops.norm_amax_scaled(*self._operands())
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
-        assert amax_out is None and format.has_one_scale, "its scales are those of its own values, one for the tensor"
+        assert amax_out is None and format.takes_scale, "its scales are those of its own values, one for the tensor"
         payload, taken = ops.norm_quantize_scaled(
             *self._operands(),
             format.dtype,
@@ -212,7 +212,7 @@ class _FP8NormHeadLoss(torch.autograd.Function):
             part_t = TensorSource(part, rowwise=False, transposed=True).quantize(quantizers.weight, weight_scale).t
             # The GEMM adds what the parts before gave, and rounds once.
             total = x.new_empty(len(labels), weight.shape[1])
-            multiply_into_(total, cast, part_t, addend=grad_input)
+            cast.multiply_into_(total, part_t, addend=grad_input)
             grad_input = total
             del payload, payload_t, part_t, cast, total
             first += part.shape[0]
@@ -240,11 +240,11 @@ def _columns_of(part: Tensor, first: int, num_columns: int) -> int:
 
 def _logits(operand: Quantized, part: Tensor, quantizers: HeadQuantizers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits [T, part] of `operand` [T, h], and the scale of the weight's part [part, h]."""
-    weight = quantize(part, quantizers.weight)
+    weight = quantizers.weight.cast(part)
     probe = quantizers.weight_probe
     if probe is not None and probe.is_due:  # of the first part, which has the most frequent tokens
         probe.measure_weight(part, weight)
-    return multiply(operand, weight, dtype, use_fast_accum=True), weight.scale
+    return operand.multiply(weight, dtype, use_fast_accum=True), weight.scale
 
 
 def _measure_gradient(
@@ -270,7 +270,7 @@ def _measure_gradient(
     operands = (values[::step].contiguous() for values in (labels, log_sum_exp, factors))
     ops.cross_entropy_backward_(rows, *operands, first=first)
     own = Quantized(cast.payload[:, :num_columns], None, cast.scale, cast.format)
-    probe.measure(rows, own.payload[::step], row_scales(own, step))
+    probe.measure(rows, own.payload[::step], own.format.row_scales(own, step))
 
 
 def _merged(statistics: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,5 +286,5 @@ def _weight_gradient(grads_t: list[Quantized], x_t: Quantized, weight: Tensor) -
     """grad_weight [V, h] from the gradients [part, T] of the logits, which it frees, and `x_t` [h, T]."""
     grad_weight = torch.empty_like(weight)
     for rows in grad_weight.split([grad_t.payload.shape[0] for grad_t in grads_t]):
-        multiply_into_(rows, grads_t.pop(0), x_t)
+        grads_t.pop(0).multiply_into_(rows, x_t)
     return grad_weight

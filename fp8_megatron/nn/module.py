@@ -50,7 +50,7 @@ class FP8Linear(torch.nn.Linear):
         >>> y = model(torch.randn(32, 512, dtype=torch.bfloat16))
 
     Args:
-        in_features, out_features: multiples of 16; multiples of 128 under the blockwise recipe.
+        in_features, out_features: multiples of the recipe's `size_multiple`.
         bias: whether the layer has a bias.
         recipe: formats and scaling of the operands; the default is tensorwise current scaling. For delayed scaling
             give all layers one recipe with a history. Build the layers, then call
@@ -65,7 +65,7 @@ class FP8Linear(torch.nn.Linear):
         recomputations: finds inputs made by GELU, SiLU or a product, which backward computes again (`recomputed`);
             None: inputs are kept.
         scales_grad_rows: whether each row of the output's gradient has a scale of its own (`row_scaled`). The head of
-            a language model needs it. Not for the blockwise recipe.
+            a language model needs it. Not for recipes whose blocks have scales within a row.
         home: mark that its own weight has, too; None if the layer is a copy with a plain weight.
 
     Raises:
@@ -255,10 +255,10 @@ class FP8Linear(torch.nn.Linear):
 
     def _gemms(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         """x·Wᵀ + bias in `dtype`."""
-        if self.scales_grad_rows and not self.quantizers.grad_output.format.has_one_scale:
+        if self.scales_grad_rows and not self.quantizers.grad_output.format.takes_row_scales:
             raise UserError(
-                f"{self.name}: scales_grad_rows(True) is not for the blockwise recipe, whose blocks have scales within "
-                f"each row: leave it False"
+                f"{self.name}: scales_grad_rows(True) is not for {self.quantizers.grad_output.format}, which has "
+                f"scales within each row: leave it False"
             )
         if not torch.compiler.is_compiling():
             if torch._C._are_functorch_transforms_active():

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..formats.format import Format, Quantized
 from ..kernels import ops
 from ..quantization.early_cast import EarlyCast
-from ..quantization.operand import Format, Quantized
 from ..quantization.recipe import Quantizer
 from ..quantization.sources import CastGrad, NormSource, NormStatistics
 from .gemms import LinearParams, fprop, start_dgrad, wgrad

@@ -23,8 +23,8 @@ from torch import Tensor
 from ..collectives.row_exchange import RowSum, sum_rows
 from ..collectives.scale_sync import max_over_group_
 from ..device.group import Group
+from ..formats.format import Format, Quantized
 from ..quantization.early_cast import EarlyCast
-from ..quantization.operand import Format, Quantized
 from ..quantization.recipe import AmaxSync, Quantizer
 from .operands import cast_grad
 from .rows import LocalRows, OperandRows, gather_operand

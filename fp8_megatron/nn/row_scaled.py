@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..formats.format import Quantized
 from ..kernels import ops
-from ..quantization.operand import Quantized, multiply
 from ..quantization.sources import TensorSource
 from .gemms import LinearParams, deliver_wgrad
 from .operands import as_matrix, as_whole_rows
@@ -43,7 +43,7 @@ def backward(
     g = _cast(grad / torch.where(amaxes == 0, 1, amaxes), linear, transposed=x is not None)
     grad_input = grad_weight = None
     if needs_grad_input:
-        product = multiply(g, linear.weight.transposed_gemm_operand(linear.quantizers.weight), dtype)
+        product = g.multiply(linear.weight.gemm_operand(linear.quantizers.weight, transposed=True), dtype)
         grad_input = product.mul_(amaxes)
     if x is not None:
         # Rows without a gradient, as of ignored labels, are zeros: they do not raise the amax.

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..collectives.row_exchange import Rows, gather_rows
 from ..device.group import Group
-from ..dtypes import GEMM_BLOCK
-from ..quantization.operand import Format, Quantized
+from ..formats.format import Format, Quantized
 
 
 class OperandRows(Protocol):
@@ -59,9 +58,9 @@ def gather_operand(part: Quantized, group: Group) -> OperandRows:
             formats the part has the layouts to gather.
 
     Raises:
-        ValueError: columns in blocks are requested, and n is not a multiple of 128.
+        ValueError: columns in blocks are requested, and n is not a multiple of the format's `size_multiple`.
     """
-    if part.format.has_one_scale:
+    if part.format.shares_amax:
         return _SharedScaleRows(gather_rows(part.payload, group), part)
     return _PartsWithScales(part, group)
 
@@ -99,9 +98,10 @@ class _PartsWithScales:
         self._shapes = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
         self._part_rows = rowwise[0].shape[0] if rowwise else columnwise[0].shape[1]
         self.num_rows = self._part_rows * group.size()
-        if columnwise and self._part_rows % GEMM_BLOCK:
+        multiple = part.format.size_multiple
+        if columnwise and self._part_rows % multiple:
             raise ValueError(
-                f"{self._part_rows} rows on each of {group.size()} ranks are not a multiple of {GEMM_BLOCK}, and a "
+                f"{self._part_rows} rows on each of {group.size()} ranks are not a multiple of {multiple}, and a "
                 f"block of columns does not cross ranks; choose a number of tokens that gives one"
             )
         packed = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])
@@ -113,14 +113,10 @@ class _PartsWithScales:
                 yield slice(rank * self._part_rows, (rank + 1) * self._part_rows), self._unpacked(packed)
 
     def whole(self) -> Quantized:
-        parts = [self._unpacked(packed) for packed in self._bytes.wait()]
-        payload = _joined([part.payload for part in parts], dim=0)
-        return Quantized(payload, None, torch.cat([part.scale for part in parts], dim=1), self._format)
+        return self._format.joined([self._unpacked(packed) for packed in self._bytes.wait()], 0)
 
     def columns(self) -> Quantized:
-        parts = [self._unpacked(packed).t for packed in self._bytes.wait()]
-        payload = _joined([part.payload for part in parts], dim=1)
-        return Quantized(payload, None, torch.cat([part.scale for part in parts], dim=0), self._format)
+        return self._format.joined([self._unpacked(packed).t for packed in self._bytes.wait()], 1)
 
     def _unpacked(self, packed: Tensor) -> Quantized:
         tensors, start = [], 0
@@ -133,8 +129,3 @@ class _PartsWithScales:
             assert scale_t is not None
             return Quantized(None, payload_t, scale_t, self._format, scale_t)
         return Quantized(payload, payload_t, scale, self._format, scale_t)
-
-
-def _joined(payloads: list[Tensor], dim: int) -> Tensor:
-    """FP8 parts side by side, joined as bytes because not every device can concatenate FP8."""
-    return torch.cat([payload.view(torch.uint8) for payload in payloads], dim=dim).view(payloads[0].dtype)

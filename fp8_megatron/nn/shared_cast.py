@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..quantization.operand import Quantized
+from ..formats.format import Quantized
 from ..quantization.recipe import LinearQuantizers
 
 #: Forwards in a row without a follower after which a layer offers its casts no more: an offer costs the host 4 µs.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..quantization.operand import Quantized
+from ..formats.format import Quantized
 from .first_order import once_differentiable
 from .gemms import LinearParams, delivered_wgrad, note_forward
 from .linear import linear_backward, linear_forward

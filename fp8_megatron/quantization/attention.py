@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ..dtypes import E4M3, E5M2
+from ..formats.format import Quantized
+from ..formats.tensorwise import Tensorwise
 from ..kernels import ops
 from ..kernels.ops import Rotation
 from .amax_history import AmaxHistory
-from .cast_health import CastProbe, row_scales, row_step
+from .cast_health import CastProbe, row_step
 from .cast_report import Role
-from .operand import Format, Quantized
 from .recipe import AmaxSync, Quantizer, Recipe
 from .sources import TensorSource
 
@@ -64,7 +65,7 @@ class AttentionQuantizers:
         history = recipe.history
         if history is None:
             raise ValueError(f"FP8 attention needs delayed scaling; recipe {recipe.name} takes scales from the values")
-        forward, backward = (Format(dtype, power_of_two=recipe.power_of_two) for dtype in (E4M3, E5M2))
+        forward, backward = (Tensorwise(dtype, recipe.power_of_two) for dtype in (E4M3, E5M2))
         query, key, value = (recipe.quantizer(forward, Role.ATTENTION_INPUT) for _ in range(3))
         grad_output = recipe.quantizer(backward, Role.ATTENTION_GRAD, headroom=WRITTEN_HEADROOM)
         slots = tuple(history.add_slot(E5M2, headroom=WRITTEN_HEADROOM, role=Role.ATTENTION_GRAD) for _ in range(4))
@@ -225,7 +226,7 @@ def _measure_part(
     angles = rotation._replace(cos_sin=rotation.cos_sin[::step].contiguous())
     values = _rotated_parts(y[::step].float().flatten(0, 1), angles, heads_per_group)[part]
     rows = payload.view(torch.uint8).unflatten(0, (length, -1))[::step].reshape(values.shape).view(payload.dtype)
-    probe.measure(values, rows, row_scales(Quantized(rows, None, cast.scale, cast.format), 1))
+    probe.measure(values, rows, cast.format.row_scales(Quantized(rows, None, cast.scale, cast.format), 1))
 
 
 def _as_matrix(x: Tensor) -> Tensor:

@@ -7,15 +7,15 @@ values that it casts, so they are computed again for these rows (`unfused`).
 
 from __future__ import annotations
 
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dtypes import GEMM_BLOCK, GRAD_BLOCK
+from ..formats.format import Quantized
 from ..kernels import ops
 from . import unfused
-from .operand import Granularity, Quantized
 from .sources import (
     ActivationGradSource,
     ActivationSource,
@@ -60,21 +60,21 @@ class CastProbe:
             self._measure_qkv(source, operand)
             return
         step = row_step(*operand.payload.shape)
-        value = _rows(source, step, fused=operand.format.has_one_scale)
-        self.measure(value, operand.payload[::step], row_scales(operand, step))
+        value = _rows(source, step, fused=operand.format.fuses)
+        self.measure(value, operand.payload[::step], operand.format.row_scales(operand, step))
 
     @torch.no_grad()
     def measure_weight(self, weight: Tensor, operand: Quantized) -> None:
         """Measure a weight [N, K] in 16 or 32 bits that was cast for a GEMM."""
         step = row_step(*weight.shape)
-        self.measure(weight[::step], operand.payload[::step], row_scales(operand, step))
+        self.measure(weight[::step], operand.payload[::step], operand.format.row_scales(operand, step))
 
     @torch.no_grad()
     def measure_stored(self, operand: Quantized) -> None:
         """Measure a weight [N, K] that exists in FP8 only. It has no errors and no underflow, because nothing is known
         of its values before the cast."""
         step = row_step(*operand.payload.shape)
-        payload, scales = operand.payload[::step], row_scales(operand, step)
+        payload, scales = operand.payload[::step], operand.format.row_scales(operand, step)
         wide = scales.repeat_interleave(GEMM_BLOCK, dim=1)[:, : payload.shape[1]]
         self.measure(ops.decode(payload, wide), payload, scales)
 
@@ -103,31 +103,14 @@ class CastProbe:
         value = source.every(step).joined()
         columns = operand.payload.shape[1]
         payload = operand.payload.view(torch.uint8).view(sequence, -1, columns)[::step].reshape(-1, columns)
-        scales = row_scales(operand, 1)
-        if not operand.format.has_one_scale:
-            scales = scales.reshape(sequence, -1, scales.shape[1])[::step].reshape(-1, scales.shape[1])
-        else:
-            scales = scales[: value.shape[0]]
+        scales = operand.format.row_scales(operand, 1)
+        scales = scales.reshape(sequence, -1, scales.shape[1])[::step].reshape(-1, scales.shape[1])
         self.measure(value, payload.view(operand.payload.dtype), scales)
 
 
 def row_step(rows: int, columns: int) -> int:
     """The distance between the rows that are measured."""
     return min(max(1, rows * columns // SAMPLED_ELEMENTS), rows)
-
-
-def row_scales(operand: Quantized, step: int) -> Tensor:
-    """Scales of every `step`-th row of the payload [M, K] for `ops.measure_cast_`, FP32 [M / step, K / 128]."""
-    rows, columns = operand.payload.shape
-    num_rows, num_blocks = -(-rows // step), -(-columns // GEMM_BLOCK)
-    granularity = operand.format.granularity
-    if granularity is Granularity.TENSOR:
-        return operand.scale.view(1, 1).expand(num_rows, num_blocks)
-    if granularity is Granularity.BLOCK:
-        return operand.scale.t()[::step]
-    if granularity is Granularity.TILE:
-        return operand.scale[:, :num_blocks].repeat_interleave(GEMM_BLOCK, dim=0)[:rows:step]
-    assert_never(granularity)
 
 
 def _rows(source: Source[Any], step: int, *, fused: bool) -> Tensor:

@@ -1,24 +1,21 @@
 """The FP8 operands of a linear layer's three GEMMs: the format of each role, and the source of its scale.
 
-fprop: y = x·Wᵀ; dgrad: grad_input = g·W; wgrad: grad_weight = gᵀ·x. x and W are E4M3. With one scale per tensor, g is
-E5M2 (arXiv 2209.05433; FP8-LM, arXiv 2310.18313, section 2).
+fprop: y = x·Wᵀ; dgrad: grad_input = g·W; wgrad: grad_weight = gᵀ·x.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from ..dtypes import E4M3, E5M2
+from ..formats.format import Format, Roles
+from ..formats.recipes import RecipeName, roles_of
 from ..kernels import ops
 from .amax_history import AmaxHistory
 from .cast_health import CastProbe
 from .cast_report import Role
-from .operand import Format, Granularity
 from .sources import Cast, Source
 from .weight_grad import DelayedGradScale
 
@@ -27,37 +24,6 @@ WEIGHT_GRAD_HEADROOM = 4.0
 
 #: Raises an amax FP32 [1], in place, to its maximum over the ranks that will share the scale.
 AmaxSync = Callable[[Tensor], None]
-
-RecipeName = Literal["tensorwise", "delayed", "blockwise"]
-
-
-class Roles(NamedTuple):
-    """The format of each operand of a linear layer, by GEMM role."""
-
-    input: Format
-    weight: Format
-    grad_output: Format
-    weight_grad: Format
-
-
-@functools.cache
-def roles_of(name: RecipeName, power_of_two: bool) -> Roles:
-    """The formats of a recipe.
-
-    ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437, section 3.3): 128 elements along the sum share a scale, in a
-    weight 128×128 elements, and all roles are E4M3. `power_of_two` rounds scales up to powers of two. Under
-    ``blockwise`` this applies to all scales of blocks and tiles; otherwise to those of activations and their gradients.
-    """
-    if name == "blockwise":
-        blocks = Format(E4M3, Granularity.BLOCK, power_of_two)
-        tiles = Format(E4M3, Granularity.TILE, power_of_two)
-        return Roles(input=blocks, weight=tiles, grad_output=blocks, weight_grad=Format(E4M3))
-    return Roles(
-        input=Format(E4M3, power_of_two=power_of_two),
-        weight=Format(E4M3),
-        grad_output=Format(E5M2, power_of_two=power_of_two),
-        weight_grad=Format(E4M3),
-    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +57,7 @@ class Quantizer:
 
     def _cast_by_values(self, source: Source[Cast], sync: AmaxSync | None) -> Cast:
         history, format = self.history, self.format
-        if (sync is None and history is None) or not format.has_one_scale:
+        if (sync is None and history is None) or not format.shares_amax:
             return source.quantize(format, None)
         amax = source.amax()
         if sync is not None:

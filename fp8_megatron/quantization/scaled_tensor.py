@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from ..dtypes import E4M3, FP8_DTYPES
+from ..formats.format import Format, Quantized
 from ..kernels import ops
 from . import scaled_functions
-from .operand import Format, Quantized, quantize, with_one_scale
 from .value_view import Decoded
 from .weight_shards import Gathered, gather_inputs
 from .weight_views import CastScale, Home, OwnerOfView, Part, WeightOwner
@@ -168,25 +168,23 @@ class ScaledTensor(Decoded):
         """See `Decoded.layer_name`."""
         return "" if self.home is None else self.home.name
 
-    def gemm_operand(self, format: Format) -> Quantized:
-        """The weight [N, K] in `format`, for an FP8 GEMM.
+    def gemm_operand(self, format: Format, *, transposed: bool = False) -> Quantized:
+        """The weight [N, K] in `format`, or its transpose [K, N], for an FP8 GEMM.
 
-        An FP8 weight is used as it is: in a format with tiles, every tile has its one scale. Other weights (FP16 at
+        An FP8 weight is used as it is where the format allows it (`Format.stored_weight`). Other weights (FP16 at
         levels O1 and O2) are cast here at each use; the cast is not kept.
         """
-        if self._payload.dtype in FP8_DTYPES:
-            return with_one_scale(self._payload, self._scale, format)
-        if format.has_one_scale:
-            return self._cast(format, transposed=False)
-        return quantize(self.dequantize(), format)
-
-    def transposed_gemm_operand(self, format: Format) -> Quantized:
-        """The transpose [K, N] of `gemm_operand`. A weight that is cast at each use is read once."""
-        if not format.has_one_scale:
-            return self.gemm_operand(format).transposed()
-        if self._payload.dtype in FP8_DTYPES:
-            return Quantized(ops.transpose(self._payload), None, self._scale, format)
-        return self._cast(format, transposed=True)
+        weight = self._payload
+        if weight.dtype in FP8_DTYPES:
+            return format.stored_weight(weight, self._scale, transposed=transposed)
+        scale = self.current_cast_scale if format.takes_scale else None
+        if scale is not None:
+            assert format.dtype is E4M3 and not format.power_of_two, format
+            if weight.dtype is torch.float16 and self._scale.numel() > 1 and weight.is_contiguous():
+                payload = ops.quantize_weight(weight, self._scale, scale, E4M3, transposed=transposed)
+                return Quantized(payload, None, scale, format)
+        cast = format.cast(self.dequantize(), scale, rowwise=not transposed, transposed=transposed)
+        return cast.t if transposed else cast
 
     def rows(self, rows: slice) -> ScaledTensor:
         """A view of whole rows for GEMMs, without a `main_grad`. Its cast takes the whole weight's scale."""
@@ -195,21 +193,6 @@ class ScaledTensor(Decoded):
             view.cast_scale = CastScale(whole.scale, view._payload.numel())
             view.cast_scale.is_current = whole.is_current
         return view
-
-    def _cast(self, format: Format, *, transposed: bool) -> Quantized:
-        """The weight [N, K], or its transpose [K, N], with one scale."""
-        scale, weight = self.current_cast_scale, self._payload
-        if scale is None:
-            cast = quantize(self.dequantize(), format, rowwise=not transposed, transposed=transposed)
-            return cast.t if transposed else cast
-        assert format.dtype is E4M3 and not format.power_of_two, format
-        if weight.dtype is torch.float16 and self._scale.numel() > 1 and weight.is_contiguous():
-            payload = ops.quantize_weight(weight, self._scale, scale, E4M3, transposed=transposed)
-            return Quantized(payload, None, scale, format)
-        payload, payload_t = ops.quantize_with_scale(
-            self.dequantize(), scale, E4M3, rowwise=not transposed, transposed=transposed
-        )
-        return Quantized(payload_t if transposed else payload, None, scale, format)
 
     @property
     def current_cast_scale(self) -> Tensor | None:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..formats.format import Format, Quantized
 from ..kernels import ops
 from ..kernels.ops import Rotation
 from . import unfused
-from .operand import Format, Granularity, Quantized, quantize
 
 Cast = TypeVar("Cast", covariant=True)
 
@@ -78,12 +78,7 @@ class TensorSource(NamedTuple):
         return ops.amax(self.x)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
-        if scale is None:
-            return quantize(self.x, format, rowwise=self.rowwise, transposed=self.transposed)
-        payload, payload_t = ops.quantize_with_scale(
-            self.x, scale, format.dtype, rowwise=self.rowwise, transposed=self.transposed, amax_out=amax_out
-        )
-        return Quantized(payload if self.rowwise else None, payload_t if self.transposed else None, scale, format)
+        return format.cast(self.x, scale, amax_out=amax_out, rowwise=self.rowwise, transposed=self.transposed)
 
 
 class GradSource(NamedTuple):
@@ -97,29 +92,9 @@ class GradSource(NamedTuple):
         return ops.amax(self.g)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastGrad:
-        if not self.column_sums:
-            source = TensorSource(self.g, transposed=self.transposed)
-            return CastGrad(source.quantize(format, scale, amax_out=amax_out), None)
-        if format.granularity is Granularity.BLOCK:
-            payload, scales, payload_t, scales_t, sums = ops.quantize_blocks(
-                self.g.contiguous(),
-                format.dtype,
-                transposed=self.transposed,
-                column_sums=True,
-                power_of_two=format.power_of_two,
-            )
-            columns = payload_t if self.transposed else None
-            return CastGrad(Quantized(payload, columns, scales, format, scales_t), sums)
-        payload, payload_t, sums, taken = ops.quantize_grad_output(
-            self.g,
-            format.dtype,
-            scale=scale,
-            power_of_two=format.power_of_two,
-            amax_out=amax_out,
-            transposed=self.transposed,
-        )
-        columns = payload_t if self.transposed else None
-        return CastGrad(Quantized(payload, columns, taken if scale is None else scale, format), sums)
+        if self.column_sums:
+            return CastGrad(*format.cast_and_sum(self.g, scale, amax_out=amax_out, transposed=self.transposed))
+        return CastGrad(format.cast(self.g, scale, amax_out=amax_out, transposed=self.transposed), None)
 
 
 @dataclass(frozen=True)
@@ -164,7 +139,7 @@ class QKVGradSource:
         return [ops.decode(grad, scale) for grad, scale in zip(self.grads, self.grad_scales, strict=True)]
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastGrad:
-        if not format.has_one_scale:
+        if not format.fuses:
             return GradSource(self.joined(), column_sums=self.column_sums).quantize(format, None)
         settings: dict[str, Any] = dict(
             scale=scale, power_of_two=format.power_of_two, amax_out=amax_out, column_sums=self.column_sums
@@ -193,9 +168,9 @@ class NormSource:
         return ops.norm_amax(self.x, self.weight, self.bias, eps=self.eps, rms=self.rms)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastNorm:
-        if not format.has_one_scale:
+        if not format.fuses:
             value, mean, rstd = unfused.norm(self.x, self.weight, self.bias, eps=self.eps, rms=self.rms)
-            return CastNorm(quantize(value, format), NormStatistics(mean, rstd, None))
+            return CastNorm(format.cast(value), NormStatistics(mean, rstd, None))
         payload, taken, mean, rstd = ops.norm_quantize(
             self.x,
             self.weight,
@@ -215,7 +190,7 @@ class NormSource:
         mean, rstd, scale = statistics
         if scale is None:
             value = unfused.norm_of_statistics(self.x, self.weight, self.bias, mean, rstd)
-            return quantize(value, format, rowwise=not transposed, transposed=transposed)
+            return format.cast(value, rowwise=not transposed, transposed=transposed)
         payload = ops.norm_requantize(
             self.x, self.weight, self.bias, mean, rstd, scale, format.dtype, transposed=transposed
         )
@@ -233,8 +208,8 @@ class ActivationSource:
         return ops.activation_amax(self.z, self.kind)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
-        if not format.has_one_scale:
-            return quantize(unfused.activation(self.z, self.kind), format)
+        if not format.fuses:
+            return format.cast(unfused.activation(self.z, self.kind))
         payload, taken = ops.activation_quantize(
             self.z, self.kind, format.dtype, scale=scale, power_of_two=format.power_of_two, amax_out=amax_out
         )
@@ -262,7 +237,7 @@ class ActivationGradSource:
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastActivationGrad:
         if self.activation_scale is None:
             value = unfused.activation(self.z, self.kind)
-            activation = quantize(value, self.activation_format, rowwise=False, transposed=True)
+            activation = self.activation_format.cast(value, rowwise=False, transposed=True)
             del value
             grad = unfused.activation_backward(self.grad, self.z, self.kind)
             cast = GradSource(grad, column_sums=self.column_sums).quantize(format, None)

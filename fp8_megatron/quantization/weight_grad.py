@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..dtypes import CLAMPED_ABOVE, E4M3, FP8_GEMM_MULTIPLE
+from ..formats.format import Quantized
 from ..kernels import ops
 from .amax_history import AmaxHistory
-from .operand import Quantized, multiply, multiply_into_
 
 
 class DelayedGradScale(NamedTuple):
@@ -52,7 +52,7 @@ class WeightGrad(NamedTuple):
 
     def wide(self) -> Tensor:
         """The gradient in `dtype`, [N, K]; in FP32 if it was added up."""
-        grad = multiply(self.g_t, self.x_t, self.dtype) if self.total is None else self.total
+        grad = self.g_t.multiply(self.x_t, self.dtype) if self.total is None else self.total
         if self.scale is not None and not self.writes_fp8:  # the scale waits for its first amax
             self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
         return grad
@@ -60,7 +60,7 @@ class WeightGrad(NamedTuple):
     def write_wide_(self, out: Tensor, *, adds: bool) -> None:
         """Write the gradient to `out` [N, K] or add it, in `out`'s dtype: BF16, FP16 or FP32, contiguous."""
         if self.total is None and (self.scale is None or self.writes_fp8):
-            multiply_into_(out, self.g_t, self.x_t, addend=out if adds else None)
+            self.g_t.multiply_into_(out, self.x_t, addend=out if adds else None)
         else:
             write_wide_(out, self.wide(), adds=adds)
 
@@ -86,7 +86,7 @@ class WeightGrad(NamedTuple):
         if wide is None:
             g_t = self.g_t.rows(rows)
             g_t.payload = g_t.payload.contiguous()
-            chosen = multiply(g_t, self.x_t, self.dtype)
+            chosen = g_t.multiply(self.x_t, self.dtype)
         else:
             chosen = wide[rows].contiguous()
         return chosen, payload[:numel].view(self.shape)[rows].contiguous()
@@ -110,7 +110,7 @@ class WeightGrad(NamedTuple):
         numel = self.shape.numel()
         out = payload[:numel].view(self.shape)
         if self.total is None:
-            assert self.g_t.format.has_one_scale, self.g_t.format
+            assert self.g_t.format.fuses, self.g_t.format
             ops.scaled_mm_to_fp8_(
                 out,
                 history.written_amax_of(slot),
@@ -155,9 +155,9 @@ class WeightGradSum:
     def add(self, g_t: Quantized, x_t: Quantized) -> None:
         """Add a chunk's gradient, from its `WeightGrad.g_t` and `x_t`."""
         if self._total is None:
-            self._total = multiply(g_t, x_t, torch.float32)
+            self._total = g_t.multiply(x_t, torch.float32)
         else:
-            multiply_into_(self._total, g_t, x_t, addend=self._total)
+            g_t.multiply_into_(self._total, x_t, addend=self._total)
 
     def take(self) -> WeightGrad:
         """Return and drop the sum. At least one chunk was added."""

@@ -16,6 +16,7 @@ from ..config.checks import check_config
 from ..config.folder_checks import named_output_dir
 from ..config.schema import Config
 from ..device import device as devices
+from ..formats.recipes import roles_of
 from ..kernels import ops
 from ..mcore.attention import may_use_cudnn, preferring_backends
 from ..mcore.runtime import runtime
@@ -131,8 +132,7 @@ class Trainer:
             logger.warning("%s", warning)
         if self.config.precision.is_fp8:
             devices.check_fp8_support(device)
-            if self.config.precision.fp8_recipe == "blockwise":
-                ops.check_block_scaling(device)
+            roles_of(self.config.precision.fp8_recipe, False).input.check_device(device)
             if self.config.precision.fp8_dot_product_attention:
                 ops.check_fp8_attention(device)
         graph_choice = choose(has_gpu=device.type == "cuda")

@@ -18,7 +18,7 @@ from fp8_megatron.any_model.initialize import initialize
 from fp8_megatron.any_model.linears import replace_linears
 from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.errors import UserError
-from fp8_megatron.quantization.recipe import RecipeName
+from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.quantization.stats import snr_db
 
 

@@ -227,7 +227,7 @@ def test_blocks_have_scales_of_their_own() -> None:
     model, _ = initialized(model, recipe="blockwise")
     assert isinstance(model.lm_head, FP8Linear) and scaled_by_rows(model) == []
     model.lm_head.scales_grad_rows = True
-    with pytest.raises(UserError, match=r"lm_head: scales_grad_rows\(True\) is not for the blockwise recipe"):
+    with pytest.raises(UserError, match=r"lm_head: scales_grad_rows\(True\) is not for E4M3 per 1×128"):
         model(torch.randn(16, 128))
 
 

@@ -20,9 +20,9 @@ import fp8_megatron
 from fp8_megatron.any_model import replace_linears, report
 from fp8_megatron.any_model.fsdp import build_sharded_optimizer
 from fp8_megatron.dtypes import StorageDtype
+from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.nn.conv1d import FP8Conv1D
 from fp8_megatron.nn.module import DEFAULT_RECIPE, FP8Linear
-from fp8_megatron.quantization.recipe import RecipeName
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool, on_default_group
 

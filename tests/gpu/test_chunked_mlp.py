@@ -9,7 +9,7 @@ import torch
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.dtypes import E4M3, E5M2
-from fp8_megatron.quantization.operand import Format, quantize
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.quantization.weight_grad import WeightGradSum
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
@@ -61,8 +61,8 @@ def test_the_gemm_adds_to_its_own_output(dtype: torch.dtype) -> None:
     total, exact = WeightGradSum(torch.bfloat16, None), torch.zeros(512, 256, dtype=torch.float64, device="cuda")
     for rows in (256, 256, 128):
         g, x = (torch.randn(rows, columns, device="cuda") for columns in (512, 256))
-        g_t = quantize(g, Format(dtype), rowwise=False, transposed=True).t
-        x_t = quantize(x, Format(E4M3), rowwise=False, transposed=True).t
+        g_t = Tensorwise(dtype).cast(g, rowwise=False, transposed=True).t
+        x_t = Tensorwise(E4M3).cast(x, rowwise=False, transposed=True).t
         total.add(g_t, x_t)
         wide = [operand.payload.double() * operand.scale.double() for operand in (g_t, x_t)]
         exact += wide[0] @ wide[1].t()

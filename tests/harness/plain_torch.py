@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-ROOMS = ("dtypes", "device", "kernels", "quantization", "collectives", "sharding", "optimizer", "nn", "any_model")
+ROOMS = tuple("dtypes device kernels formats quantization collectives sharding optimizer nn any_model".split())
 #: What a machine without its library may miss, each behind the door that looks for it first.
 OPTIONAL = {"triton", "cudnn"}
 NUM_STEPS = 30

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.dtypes import E4M3, E5M2, MAX_FINITE, STATE_BLOCK
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import blockwise
-from fp8_megatron.quantization.operand import Format
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.weight_views import CastScale
 from tests.kernels.test_triton import Guards, assert_same, guards  # noqa: F401
@@ -91,10 +91,10 @@ def test_a_weight_with_a_kept_scale_is_cast_with_it(transposed: bool) -> None:
     weight = ScaledTensor(payload, scales)
     weight.cast_scale = CastScale(torch.tensor([0.03]), payload.numel())
     weight.cast_scale.is_current = True
-    operand = (weight.transposed_gemm_operand if transposed else weight.gemm_operand)(Format(E4M3))
+    operand = weight.gemm_operand(Tensorwise(E4M3), transposed=transposed)
     value = weight.dequantize()
     expected, _ = ops.quantize_with_scale(value.t().contiguous() if transposed else value, torch.tensor([0.03]), E4M3)
     assert_same(operand.payload, expected)
     assert operand.scale is weight.cast_scale.scale and operand.payload_t is None
     weight.cast_scale.is_current = False
-    assert weight.gemm_operand(Format(E4M3)).scale is not weight.cast_scale.scale
+    assert weight.gemm_operand(Tensorwise(E4M3)).scale is not weight.cast_scale.scale

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fp8_megatron.collectives.traffic import TrafficKind, counted_traffic
 from fp8_megatron.config.schema import ParallelConfig
+from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.quantization.recipe import Recipe, RecipeName
+from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad

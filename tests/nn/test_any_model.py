@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
-from fp8_megatron.quantization.recipe import Recipe, RecipeName
+from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 

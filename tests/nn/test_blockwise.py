@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8_megatron.dtypes import E4M3, GEMM_BLOCK, STATE_BLOCK
+from fp8_megatron.formats.blockwise import Blocks, Tiles
+from fp8_megatron.formats.format import Quantized
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.linear import fp8_linear
-from fp8_megatron.quantization.operand import Format, Granularity, Quantized, quantize
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -29,7 +30,7 @@ E4M3_E4M3_DB = 28.5 - 0.5
 #: One rounding to BF16 less 1 dB (test_linear.py).
 BF16_DB = 54.5
 SEQ, BATCH, IN, OUT = 64, 4, 384, 256
-BLOCKS, TILES = (Format(E4M3, kind) for kind in (Granularity.BLOCK, Granularity.TILE))
+BLOCKS, TILES = Blocks(E4M3), Tiles(E4M3)
 
 
 @dataclass
@@ -102,7 +103,7 @@ def test_each_gemm_is_its_rounded_operands_product() -> None:
     p = Problem()
     y = p.linear()
     y.backward(p.cotangent)
-    x, g = (quantize(value.detach().view(SEQ * BATCH, -1), BLOCKS, transposed=True) for value in (p.x, p.cotangent))
+    x, g = (BLOCKS.cast(value.detach().view(SEQ * BATCH, -1), transposed=True) for value in (p.x, p.cotangent))
     weight = p.weight.dequantize().double()
     assert p.x.grad is not None
     assert snr_db(y.view(-1, OUT), _decoded(x) @ weight.t()) > BF16_DB
@@ -123,7 +124,7 @@ def test_a_weight_with_one_scale_is_tiles_exactly(shape: tuple[int, int]) -> Non
 
 def test_blocks_have_no_transpose_to_make() -> None:
     with pytest.raises(ValueError, match="E4M3 per 1×128 has scales of its own for the transpose"):
-        quantize(torch.randn(128, 128), BLOCKS).transposed()
+        BLOCKS.cast(torch.randn(128, 128)).transposed()
 
 
 def test_saves_the_input_once_in_fp8() -> None:

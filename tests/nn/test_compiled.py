@@ -12,8 +12,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from fp8_megatron import initialize
 from fp8_megatron.any_model import replace_linears
+from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.nn.module import FP8Linear
-from fp8_megatron.quantization.recipe import RecipeName
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 

@@ -11,8 +11,9 @@ import torch
 
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import E5M2
+from fp8_megatron.formats.format import Quantized
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.quantization.early_cast import EarlyCast
-from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.sources import CastGrad
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, random_batches, tiny_config, train_tiny_gpt
@@ -23,7 +24,7 @@ DELAYED = PrecisionConfig(fp8_recipe="delayed", fp8_amax_history_len=2)
 
 def cast_of(grad: torch.Tensor) -> CastGrad:
     payload = grad.to(E5M2)
-    return CastGrad(Quantized(payload, payload.t().contiguous(), torch.ones(1), Format(E5M2)), None)
+    return CastGrad(Quantized(payload, payload.t().contiguous(), torch.ones(1), Tensorwise(E5M2)), None)
 
 
 @pytest.mark.parametrize("other", ["copy", "written", "part", "turned"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.chunked_mlp import fp8_norm_mlp_in_chunks
 from fp8_megatron.nn.gemms import LinearParams
@@ -20,7 +21,7 @@ from fp8_megatron.nn.mlp import fp8_norm_mlp
 from fp8_megatron.nn.normed import NormParams
 from fp8_megatron.nn.qkv import fp8_norm_qkv
 from fp8_megatron.nn.rope import cos_sin_table, rope_frequencies
-from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe, RecipeName
+from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad

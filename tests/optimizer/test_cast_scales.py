@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.dtypes import E4M3
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.kernels import ops
-from fp8_megatron.quantization.operand import Format, quantize
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.any_model.test_optimizer import linears, loss_of
 
 
 def cast_of_values(weight: ScaledTensor) -> tuple[Tensor, Tensor]:
     """The cast that takes the amax of the decoded weight."""
-    cast = quantize(weight.dequantize(), Format(E4M3), transposed=True)
+    cast = Tensorwise(E4M3).cast(weight.dequantize(), transposed=True)
     return cast.payload_t.view(torch.uint8), cast.scale
 
 
 def check(weight: ScaledTensor) -> None:
     columns, scale = cast_of_values(weight)
-    cast = weight.transposed_gemm_operand(Format(E4M3))
+    cast = weight.gemm_operand(Tensorwise(E4M3), transposed=True)
     assert torch.equal(cast.payload.view(torch.uint8), columns) and torch.equal(cast.scale, scale)
-    rows = weight.gemm_operand(Format(E4M3))
+    rows = weight.gemm_operand(Tensorwise(E4M3))
     assert torch.equal(rows.payload.view(torch.uint8).t(), columns) and torch.equal(rows.scale, scale)
 
 
@@ -48,11 +48,11 @@ def test_follow_the_steps(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.zero_grad()
         check(module.first.weight)
         check(module.second.weight)
-        scales.append(float(module.first.weight.gemm_operand(Format(E4M3)).scale))
+        scales.append(float(module.first.weight.gemm_operand(Tensorwise(E4M3)).scale))
     assert len(set(scales)) == 3, "the steps left the amax as it was, so this shows nothing"
     casts = count_amaxes(monkeypatch)
-    module.first.weight.gemm_operand(Format(E4M3))
-    module.first.weight.transposed_gemm_operand(Format(E4M3))
+    module.first.weight.gemm_operand(Tensorwise(E4M3))
+    module.first.weight.gemm_operand(Tensorwise(E4M3), transposed=True)
     assert casts == ["given", "given"]
 
 

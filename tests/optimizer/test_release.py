@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from fp8_megatron.dtypes import StorageDtype
+from fp8_megatron.formats.format import Format, Quantized
 from fp8_megatron.kernels import ops
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.optimizer.state import SpaceState
-from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.sharding.released_grads import ReleasedGradBuffer
 from tests.harness.ranks import RankPool
@@ -133,22 +133,18 @@ def _reads_and_writes(config: Config) -> list[tuple[str, int]]:
     events: list[tuple[str, int]] = []
 
     def work(gpt: TinyGPT, config: Config) -> None:
-        write = ReleasedGradBuffer._write
+        read, write = ScaledTensor.gemm_operand, ReleasedGradBuffer._write
 
-        def recording(read: Callable[[ScaledTensor, Format], Quantized]) -> Callable[[ScaledTensor, Format], Quantized]:
-            def recorded_read(self: ScaledTensor, format: Format) -> Quantized:
-                events.append(("read", self.payload.data_ptr()))
-                return read(self, format)
-
-            return recorded_read
+        def recorded_read(self: ScaledTensor, format: Format, *, transposed: bool = False) -> Quantized:
+            events.append(("read", self.payload.data_ptr()))
+            return read(self, format, transposed=transposed)
 
         def recorded_write(self: ReleasedGradBuffer, slot: Any, grad: Tensor) -> None:
             events.append(("write", slot.param.payload.data_ptr()))
             write(self, slot, grad)
 
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("gemm_operand", "transposed_gemm_operand"):
-                patch.setattr(ScaledTensor, name, recording(getattr(ScaledTensor, name)))
+            patch.setattr(ScaledTensor, "gemm_operand", recorded_read)
             patch.setattr(ReleasedGradBuffer, "_write", recorded_write)
             forward_backward(gpt, config, random_batches(1, 1)[0])
 

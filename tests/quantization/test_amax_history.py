@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.dtypes import E4M3, E5M2
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.quantization.amax_history import AmaxHistory, SquareSum
 from fp8_megatron.quantization.cast_report import Role
-from fp8_megatron.quantization.operand import Format
 from fp8_megatron.quantization.recipe import Quantizer
 from fp8_megatron.quantization.sources import TensorSource
 from tests.harness.ranks import RankPool, on_default_group
@@ -75,7 +75,7 @@ def test_a_margin_is_room_above_the_amax(margin: int, room: list[float]) -> None
     history.amax.copy_(torch.tensor([3.0, 3.0]))
     history.update(None)
     torch.testing.assert_close(history.scale * 448.0, 3.0 * torch.tensor(room))
-    quantizer = Quantizer(Format(E4M3), history, slot=0)
+    quantizer = Quantizer(Tensorwise(E4M3), history, slot=0)
     for growth, saturates in ((0.99 * room[0], False), (1.1 * room[0], True)):
         x = torch.full((16, 16), 3.0 * growth, dtype=torch.bfloat16)
         cast = quantizer.quantize(TensorSource(x))

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from fp8_megatron.dtypes import E4M3
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.optimizer.loss_scale import LossScale
 from fp8_megatron.quantization.amax_history import AmaxHistory, SquareSum
 from fp8_megatron.quantization.cast_report import Role
-from fp8_megatron.quantization.recipe import Quantizer, roles_of
+from fp8_megatron.quantization.recipe import Quantizer
 from fp8_megatron.quantization.sources import TensorSource
 from tests.harness.fields import differing_fields
 
@@ -67,7 +68,7 @@ def step(history: AmaxHistory, amaxes: list[float], beside: float = 0.0) -> floa
 def test_a_slot_without_values_has_no_scale_until_it_has_seen_one() -> None:
     """The host learns of it a step late. A slot that has had values keeps its scale through zeros."""
     history, x = make_history(2), torch.full((16, 16), 1e-6)
-    quantizer = Quantizer(roles_of("tensorwise", False).input, history, slot=1)
+    quantizer = Quantizer(Tensorwise(E4M3), history, slot=1)
     for amax, is_known in ((0.0, False), (0.0, False), (1e-6, False), (1e-6, True), (0.0, True), *[(0.0, True)] * 5):
         cast = quantizer.quantize(TensorSource(x))
         torch.testing.assert_close(cast.payload.float() * cast.scale, x, rtol=2**-4, atol=0.0)

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.dtypes import MAX_FINITE
+from fp8_megatron.formats.blockwise import Blocks
+from fp8_megatron.formats.format import Quantized
+from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.ops import Statistic
 from fp8_megatron.quantization import cast_health
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.cast_health import CastProbe
-from fp8_megatron.quantization.operand import Granularity, Quantized, quantize
-from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe, RecipeName
+from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe
 from fp8_megatron.quantization.sources import (
     ActivationGradSource,
     ActivationSource,
@@ -88,7 +90,7 @@ def quantizers(recipe: RecipeName, saturation: float) -> LinearQuantizers:
 def restored(operand: Quantized) -> tuple[Tensor, Tensor]:
     """What the payload stands for, and the scale of each element, in float64."""
     scale = operand.scale.double()
-    if operand.format.granularity is Granularity.BLOCK:
+    if isinstance(operand.format, Blocks):
         scale = scale.t().repeat_interleave(128, dim=1)
     return operand.payload.double() * scale, scale.expand(operand.payload.shape)
 
@@ -155,7 +157,7 @@ def test_weights_in_tiles_and_stored_weights() -> None:
     """A stored weight has no error; one cast from 16 bits has that of its tiles' scales."""
     recipe = Recipe("blockwise", False)
     weight = drawn(208, 384) * torch.logspace(-3, 0, 208)[:, None]
-    operand = quantize(weight, recipe.roles.weight)
+    operand = recipe.roles.weight.cast(weight)
     scale = operand.scale[:, :3].repeat_interleave(128, 0)[:208].repeat_interleave(128, 1).double()
     errors = (operand.payload.double() * scale - weight.double()).square().sum()
     measured, stored = probe(), probe()

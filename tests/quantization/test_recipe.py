@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.dtypes import E4M3, E5M2, MAX_FINITE
+from fp8_megatron.formats.format import Quantized
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.kernels import reference
 from fp8_megatron.quantization.amax_history import AmaxHistory
-from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.recipe import AmaxSync, Quantizer, Recipe
 from fp8_megatron.quantization.sources import TensorSource
 
@@ -38,9 +39,9 @@ def assert_is(operand: Quantized, x: Tensor, scale: Tensor, dtype: torch.dtype) 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_current_scaling_is_the_reference(dtype: torch.dtype, power_of_two: bool) -> None:
     x = random_input(0)
-    operand = cast(Quantizer(Format(dtype, power_of_two=power_of_two)), x, transposed=True)
+    operand = cast(Quantizer(Tensorwise(dtype, power_of_two)), x, transposed=True)
     assert_is(operand, x, reference.scale_from_amax(reference.amax(x), dtype, power_of_two=power_of_two), dtype)
-    assert cast(Quantizer(Format(dtype, power_of_two=power_of_two)), x).payload_t is None
+    assert cast(Quantizer(Tensorwise(dtype, power_of_two)), x).payload_t is None
 
 
 def test_shared_amax_gives_the_shared_scale() -> None:
@@ -50,7 +51,7 @@ def test_shared_amax_gives_the_shared_scale() -> None:
         assert torch.equal(amax, reference.amax(x))
         amax.fill_(whole_amax)
 
-    operand = cast(Quantizer(Format(E4M3)), x, transposed=True, sync=sync)
+    operand = cast(Quantizer(Tensorwise(E4M3)), x, transposed=True, sync=sync)
     assert_is(operand, x, torch.tensor([whole_amax / 448.0]), E4M3)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.dtypes import E4M3, STATE_BLOCK
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.kernels import ops
-from fp8_megatron.quantization.operand import Format
 from fp8_megatron.quantization.scaled_tensor import Home, ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 
@@ -140,10 +140,10 @@ def test_dequantize_of_one_scale_and_of_blocks() -> None:
 def test_gemm_operand_is_the_weight_itself_or_quantised_now() -> None:
     value = random_matrix(64, 32)
     fp8 = ScaledTensor.quantize(value)
-    operand = fp8.gemm_operand(Format(E4M3))
+    operand = fp8.gemm_operand(Tensorwise(E4M3))
     assert operand.payload is fp8.payload and operand.scale is fp8.scale
     fp16 = fp16_blockwise(value)
-    operand = fp16.gemm_operand(Format(E4M3))
+    operand = fp16.gemm_operand(Tensorwise(E4M3))
     payload, _, scale = ops.quantize_current(fp16.dequantize(), E4M3)
     assert operand.payload.dtype == E4M3
     assert bits(ScaledTensor(operand.payload, operand.scale)) == bits(ScaledTensor(payload, scale))

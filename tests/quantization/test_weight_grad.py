@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK, MAX_FINITE
+from fp8_megatron.formats.format import Quantized
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.quantization.amax_history import AmaxHistory
-from fp8_megatron.quantization.operand import Format, Quantized, multiply
 from fp8_megatron.quantization.recipe import WEIGHT_GRAD_HEADROOM, Recipe
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
@@ -33,8 +34,8 @@ def make_grad(
     generator = torch.Generator().manual_seed(seed)
     g = torch.randn(shape[0], TOKENS, generator=generator).to(device, E5M2)
     x = torch.randn(shape[1], TOKENS, generator=generator).to(device, E4M3)
-    g_t = Quantized(g, None, torch.tensor([0.25 * size], device=device), Format(E5M2))
-    x_t = Quantized(x, None, torch.tensor([0.5], device=device), Format(E4M3))
+    g_t = Quantized(g, None, torch.tensor([0.25 * size], device=device), Tensorwise(E5M2))
+    x_t = Quantized(x, None, torch.tensor([0.5], device=device), Tensorwise(E4M3))
     exact = g.double() @ x.double().t() * (0.125 * size)
     return WeightGrad(g_t, x_t, torch.bfloat16, recipe_scale), exact  # type: ignore[arg-type]
 
@@ -106,11 +107,13 @@ def test_what_was_written_is_counted_in_a_sample_of_rows(
     grad.write_fp8_(payload, torch.empty(payload.numel() // GRAD_BLOCK, device=device))
     wide, products = grad.wide(), []
 
+    multiply = Quantized.multiply
+
     def seen(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         products.append(multiply(a, b, dtype))
         return products[-1]
 
-    monkeypatch.setattr("fp8_megatron.quantization.weight_grad.multiply", seen)
+    monkeypatch.setattr(Quantized, "multiply", seen)
     for known in (None, wide.view(-1)):
         rows, written = grad.sample(payload, known)
         torch.testing.assert_close(rows, wide[expected])

@@ -19,9 +19,10 @@ from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
 from fp8_megatron.device.group import Group
 from fp8_megatron.dtypes import E4M3, E5M2, GradReduceMode, StorageDtype
+from fp8_megatron.formats.format import Quantized
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.kernels import ops
 from fp8_megatron.quantization.amax_history import AmaxHistory
-from fp8_megatron.quantization.operand import Format, Quantized
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -265,7 +266,7 @@ def _reduce_what_gemms_write(group: Group) -> list[float]:
                 generator = torch.Generator().manual_seed(100 * step + 10 * index + rank)
                 g_t, x_t = (torch.randn(size, 32, generator=generator) for size in (n, k))
                 operands = (
-                    Quantized(value.to(dtype), None, torch.ones(1), Format(dtype))
+                    Quantized(value.to(dtype), None, torch.ones(1), Tensorwise(dtype))
                     for value, dtype in ((g_t, E5M2), (x_t, E4M3))
                 )
                 grad = WeightGrad(*operands, torch.bfloat16, scales[name])

@@ -22,7 +22,8 @@ from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK
 from fp8_megatron.errors import UserError
-from fp8_megatron.quantization.operand import Format, Quantized
+from fp8_megatron.formats.format import Quantized
+from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.quantization.weight_grad import WeightGrad
 from tools.gradient_snr import _EVERY, Sample
 from tools.memory_at_peak import main, peak_table
@@ -153,7 +154,7 @@ def test_a_sample(share_of_amax: float, saturates: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     g, x = (torch.randn(64, 128, generator=generator) for _ in range(2))
     g_t, x_t = (
-        Quantized(value.to(dtype), None, torch.ones(1), Format(dtype)) for value, dtype in ((g, E5M2), (x, E4M3))
+        Quantized(value.to(dtype), None, torch.ones(1), Tensorwise(dtype)) for value, dtype in ((g, E5M2), (x, E4M3))
     )
     grad = WeightGrad(g_t, x_t, torch.bfloat16)
     wide = grad.wide().float().view(-1)

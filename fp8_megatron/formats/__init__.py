@@ -1,0 +1,1 @@
+"""Formats of FP8 matrices: one object says how a matrix is cast, transposed, multiplied and gathered."""

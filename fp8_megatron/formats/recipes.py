@@ -1,0 +1,24 @@
+"""The recipes by name: which format each operand of a linear layer has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+from . import blockwise, tensorwise
+from .format import Roles
+
+RecipeName = Literal["tensorwise", "delayed", "blockwise"]
+
+_ROLES: dict[RecipeName, Callable[[bool], Roles]] = {
+    "tensorwise": tensorwise.roles,
+    "delayed": tensorwise.roles,
+    "blockwise": blockwise.roles,
+}
+
+
+@functools.cache
+def roles_of(name: RecipeName, power_of_two: bool) -> Roles:
+    """The formats of a recipe. `power_of_two`: see ``roles`` of its module."""
+    return _ROLES[name](power_of_two)
