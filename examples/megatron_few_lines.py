@@ -18,8 +18,7 @@ import torch
 
 from fp8_megatron.any_model.meter import Bytes, Row, table
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.planning.memory import predict_memory
-from fp8_megatron.planning.vocabulary import padded_vocab_size
+from fp8_megatron.planning.memory import padded_vocab_size, predict_memory
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
 

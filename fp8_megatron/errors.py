@@ -17,6 +17,10 @@ class UserError(ValueError):
         return printable(super().__str__(), keep="\n")
 
 
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used or was not saved, and why."""
+
+
 def printable(text: str, *, keep: str = "") -> str:
     """`text` with an escape for every character that cannot be printed, except for those of `keep`.
 

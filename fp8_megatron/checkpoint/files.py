@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from ..errors import UserError
+from ..errors import CheckpointError
 from ..outputs import replace_file, sync
 from ..reporting.run_log import EventKind, event
 
@@ -50,10 +50,6 @@ _LEFT_BEHIND = (".tmp", ".replaced", ".removed")
 #: A file is read again so often if its handle is stale, after so many seconds.
 _STALE_ATTEMPTS = 3
 _STALE_WAIT_SECONDS = 0.1
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be used or was not saved, and why."""
 
 
 class RunLockError(CheckpointError):

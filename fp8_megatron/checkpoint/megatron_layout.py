@@ -13,48 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..models.keys import LAYERS, OUTPUT_LAYER, key_and_layer
+from ..models.registry import shared_axis
 from .files import CheckpointError
-from .placement import placement_name
-from .weights import LAYERS, OUTPUT_LAYER
 
 #: Elements that a parameter's start in a buffer is a multiple of.
 _ALIGNMENT = 64
-#: The axis that tensor-parallel ranks share, by the end of the key; other parameters are whole on every rank.
-_SHARED_AXES = {
-    "word_embeddings.weight": 0,
-    "output_layer.weight": 0,
-    "linear_qkv.weight": 0,
-    "linear_qkv.bias": 0,
-    "linear_fc1.weight": 0,
-    "linear_fc1.bias": 0,
-    "linear_proj.weight": 1,
-    "linear_fc2.weight": 1,
-}
-#: The parameters of a layer in the order of megatron-core's modules: with Transformer Engine's layers, whose norms are
-#: part of the linear layer behind them, and with its own.
-_NORM = ("layer_norm_weight", "layer_norm_bias")
-_WEIGHTS = ("weight", "bias")
-_HEAD_NORMS = (("self_attention.q_layernorm", _WEIGHTS), ("self_attention.k_layernorm", _WEIGHTS))
-LAYER_ORDERS = tuple(
-    tuple(f"{module}.{name}" for module, names in modules for name in names)
-    for modules in (
-        (
-            ("self_attention.linear_proj", _WEIGHTS),
-            ("self_attention.linear_qkv", _NORM + _WEIGHTS),
-            *_HEAD_NORMS,
-            ("mlp.linear_fc1", _NORM + _WEIGHTS),
-            ("mlp.linear_fc2", _WEIGHTS),
-        ),
-        (
-            ("self_attention.linear_qkv", _NORM),
-            ("self_attention.linear_proj", _WEIGHTS),
-            ("self_attention.linear_qkv", _WEIGHTS),
-            *_HEAD_NORMS,
-            ("mlp.linear_fc1", _NORM + _WEIGHTS),
-            ("mlp.linear_fc2", _WEIGHTS),
-        ),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -67,16 +31,11 @@ class Name:
     @classmethod
     def of(cls, name: str, first_layer: int) -> Name:
         """From a parameter's name on a rank whose first layer is `first_layer` of the model."""
-        key, layer = placement_name(name)
+        key, layer = key_and_layer(name)
         return cls(key, None if layer is None else layer + first_layer)
 
     def __str__(self) -> str:
         return self.key if self.layer is None else f"{self.key}, layer {self.layer}"
-
-
-def shared_axis(key: str) -> int | None:
-    """The axis of one layer's tensor that tensor-parallel ranks share; None if each has the whole."""
-    return next((axis for end, axis in _SHARED_AXES.items() if key.endswith(end)), None)
 
 
 def local_shape(key: str, shape: Sequence[int], tensor_size: int) -> tuple[int, ...]:
@@ -96,10 +55,8 @@ def merged(key: str, parts: Sequence[Tensor], *, is_gated: bool) -> Tensor:
     axis = shared_axis(key)
     if axis is None or len(parts) == 1:
         return parts[0]
-    if is_gated and "linear_fc1" in key:
-        halves = [part.view(2, part.shape[0] // 2, *part.shape[1:]) for part in parts]
-        return torch.cat(halves, 1).flatten(0, 1)
-    return torch.cat(list(parts), axis)
+    pieces = [part.chunk(2 if is_gated and "linear_fc1" in key else 1, axis) for part in parts]
+    return torch.cat([piece for each in zip(*pieces, strict=True) for piece in each], axis)
 
 
 def part_of(key: str, whole: Tensor, rank: int, size: int, *, is_gated: bool) -> Tensor:
@@ -121,7 +78,7 @@ def chunk_names(
     Args:
         keys: all keys of the model.
         layers: of the chunk.
-        order: one of `LAYER_ORDERS`.
+        order: one of `Architecture.layer_orders`.
         is_first, is_last: whether the chunk has the embedding and the head.
         ties: the head is the embedding.
     """

@@ -7,7 +7,7 @@ A distributed optimizer's state has the keys of its parameters (``fully_resharda
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..config.pipeline_layout import PipelineLayout, pipeline_layout
 from ..config.schema import ParallelConfig
+from ..models.keys import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING
+from ..models.registry import ARCHITECTURES, shared_axis
 from .files import CheckpointError
 from .megatron_checkpoint import MegatronCheckpoint
 from .megatron_layout import (
-    LAYER_ORDERS,
     Name,
     chunk_names,
     local_shape,
@@ -28,12 +29,11 @@ from .megatron_layout import (
     numels_of,
     part_of,
     places_in_buckets,
-    shared_axis,
 )
 from .pickles import mapping, read_megatron_file
 from .placement import Shape
 from .torch_dist import TorchDistReader, Wanted
-from .weights import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING, TorchDistWeights
+from .weights import TorchDistWeights
 
 _STATES = ("exp_avg", "exp_avg_sq")
 _FLAT = re.compile(
@@ -186,7 +186,7 @@ class _FlatBuffers:
     def _with_known_order(self) -> dict[Name, Place]:
         """(stage, chunk, bucket, start) of every parameter, in the order under which masters are the weights."""
         problem: Exception | None = None
-        for order in LAYER_ORDERS:
+        for order in (order for each in ARCHITECTURES for order in each.layer_orders):
             try:
                 places = dict(self._all_places(order))
                 for name in places:
@@ -207,7 +207,7 @@ class _FlatBuffers:
         master = self._checkpoint.in_model_dtype(self._part("master", name, 0, places))
         self._checkpoint.checked(master, own, name)
 
-    def _all_places(self, order: tuple[str, ...]) -> Iterator[tuple[Name, Place]]:
+    def _all_places(self, order: Sequence[str]) -> Iterator[tuple[Name, Place]]:
         shapes = self._checkpoint.shapes
         for stage in range(self._stages):
             for chunk in range(self._num_chunks):

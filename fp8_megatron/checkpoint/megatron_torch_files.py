@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..models.keys import OUTPUT_LAYER
+from ..models.registry import shared_axis
 from .files import CheckpointError, megatron_rank_folder
 from .megatron_checkpoint import MegatronCheckpoint
-from .megatron_layout import Name, local_shape, merged, places_in_buffer, shared_axis
+from .megatron_layout import Name, local_shape, merged, places_in_buffer
 from .pickles import mapping, read_megatron_file
 from .placement import Shape
-from .weights import OUTPUT_LAYER
 
 _STATES = ("exp_avg", "exp_avg_sq")
 

@@ -8,21 +8,15 @@ and Transformer Engine's read each other's checkpoints. This project's layers do
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from ..mcore.layer_spec import CHECKPOINT_KEYS
+from ..models.keys import VOCABULARY_KEYS, key_and_layer
 
 Shape = tuple[int, ...]
 Sharding = tuple[int, int] | None
-
-#: Tensors whose rows are the vocabulary, padded for the tensor-parallel size.
-VOCABULARY_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")
-
-_LAYER = re.compile(r"(?P<block>.*\blayers)\.(?P<index>\d+)\.(?P<rest>.*)")
 
 
 @dataclass(frozen=True)
@@ -115,23 +109,9 @@ def placement_of(
     Args:
         name: in the whole model (`mcore.initialization.named_parameters_of_model`).
     """
-    key, index = placement_name(name)
+    key, index = key_and_layer(name)
     layer = None if index is None else (index, num_layers)
     sharding = None
     if getattr(param, "tensor_model_parallel", False):
         sharding = (param.partition_dim, param.partition_stride)  # type: ignore[attr-defined]
     return Placement(key, tuple(param.shape), layer, sharding, tensor_rank, tensor_size)
-
-
-def placement_name(name: str) -> tuple[str, int | None]:
-    """(checkpoint key, layer) of a parameter's name; the layer is None outside of layers."""
-    match = _LAYER.fullmatch(name)
-    return (f"{match['block']}.{_fused(match['rest'])}", int(match["index"])) if match else (name, None)
-
-
-def _fused(name: str) -> str:
-    """The checkpoint's form of a name inside a layer."""
-    for ours, theirs in CHECKPOINT_KEYS.items():
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    return name

@@ -6,50 +6,21 @@ Every reader asks here: ``--load`` and conversions, of this project's checkpoint
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..config.fields import FieldType, field_types
-from ..config.model import ROTARY_KINDS, SETTINGS_WITHOUT_YARN, YARN_SETTINGS, ModelConfig
+from ..config.model import YARN_SETTINGS, ModelConfig
 from ..config.words import flag_with
+from ..models.registry import ARCHITECTURES, architecture_of
 
-#: Settings that choose GELU's form, beside --disable-bias-linear.
-_FORM_OF_GELU = ("bias_gelu_fusion", "use_te_activation_func")
-#: Settings of the model that change what weights of the same shapes compute. Given the shapes, the number of heads
-#: fixes the other widths of attention.
-COMPUTED = (
-    "num_attention_heads",
-    "normalization",
-    "norm_epsilon",
-    "swiglu",
-    "squared_relu",
-    "quick_geglu",
-    *_FORM_OF_GELU,
-    "position_embedding_type",
-    "rotary_percent",
-    "rotary_base",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    *YARN_SETTINGS,
-    "window_size",
-    "window_attn_skip_freq",
-)
 #: Settings that the shapes of all weights show. Neither has a default that others decide.
 _SIZES = ("num_layers", "hidden_size")
-#: Base and scaling of RoPE, which a longer context may change.
-_SCALES = (
-    "rotary_base",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    *YARN_SETTINGS,
-)
 #: Megatron's arguments that change what a model computes and that no setting here stands for, each with the values
-#: under which it changes nothing. A setting that comes to stand for one replaces its row by a name in `COMPUTED`.
+#: under which it changes nothing. A setting that comes to stand for one replaces its row by a name in
+#: `Architecture.computed_settings`.
 NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "activation_func_clamp_value": (None,),
@@ -140,7 +111,7 @@ def unsupported_argument(folder: Path, arguments: Mapping[str, Any]) -> str | No
         if arguments.get(name) not in idle:
             return _unsupported(folder, name, arguments[name])
     known = settings_of_arguments(arguments)
-    for name in COMPUTED:
+    for name in (name for each in ARCHITECTURES for name in each.computed_settings):
         if arguments.get(name) is not None and name not in known:
             return _unsupported(folder, name, arguments[name])
     return None
@@ -157,16 +128,8 @@ def first_difference(saved: Mapping[str, Any], model: ModelConfig, *, finetune: 
         saved: from `model_settings` or `settings_of_arguments`; a setting that is not in it counts as equal.
         finetune: allow another base and scaling of RoPE, YaRN too, for a longer context.
     """
-    passed = {*_unread(model), *(_SCALES if finetune else ())}
-    if finetune and model.uses_rope and saved.get("position_embedding_type") in ROTARY_KINDS:
-        passed.add("position_embedding_type")
-    for name in COMPUTED:
-        if name not in saved or name in passed:
-            continue
-        own = getattr(model, name)
-        if saved[name] != own and not _is_same(saved, model, name):
-            return Difference(name, saved[name], own)
-    return None
+    name = architecture_of(model).changed_setting(saved, model, finetune=finetune)
+    return None if name is None else Difference(name, saved[name], getattr(model, name))
 
 
 def differing_size(saved: Mapping[str, Any], model: ModelConfig) -> Difference | None:
@@ -179,29 +142,6 @@ def differing_size(saved: Mapping[str, Any], model: ModelConfig) -> Difference |
         if name in saved and saved[name] != getattr(model, name):
             return Difference(name, saved[name], getattr(model, name))
     return None
-
-
-def _unread(model: ModelConfig) -> tuple[str, ...]:
-    """The settings of `COMPUTED` that the model does not read."""
-    if not model.uses_rope:
-        return ("rotary_base", *SETTINGS_WITHOUT_YARN, *YARN_SETTINGS)
-    if model.position_embedding_type == "yarn":
-        return SETTINGS_WITHOUT_YARN
-    return YARN_SETTINGS if model.use_rope_scaling else (*YARN_SETTINGS, "rope_scaling_factor")
-
-
-def _is_same(saved: Mapping[str, Any], model: ModelConfig, name: str) -> bool:
-    """Whether two spellings of a setting mean the same: windows and forms of GELU have several."""
-    if name in _FORM_OF_GELU:
-        named = {each: saved[each] for each in (*_FORM_OF_GELU, "disable_bias_linear") if each in saved}
-        return replace(model, **named).activation == model.activation
-    if not name.startswith("window_"):
-        return False
-    theirs = {each: saved[each] for each in ("window_size", "window_attn_skip_freq") if each in saved}
-    try:
-        return replace(model, **theirs).windows == model.windows
-    except (ValueError, IndexError, ZeroDivisionError):  # not the text of a window
-        return False
 
 
 def unread_tensor(folder: Path, found: Iterable[str], read: Collection[str]) -> str | None:

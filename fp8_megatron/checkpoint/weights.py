@@ -1,8 +1,4 @@
-"""A model's weights by megatron-core's standard checkpoint keys, read one layer at a time.
-
-megatron-core stacks the decoder's layers: ``decoder.layers.mlp.linear_fc2.weight`` is one tensor
-[layers, hidden, ffn]. A norm in front of a linear layer carries that layer's name, whichever module holds it. One
-checkpoint thus serves specs with fused and with separate norms.
+"""A model's weights by their standard keys (`models.keys`), read one layer at a time.
 
 `TorchDistWeights` reads them from a ``torch_dist`` folder, this project's or megatron-core's.
 """
@@ -16,31 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..config.schema import ModelConfig
-from ..mcore.layer_spec import CHECKPOINT_KEYS
+from ..models.keys import LAYERS, VOCABULARY_KEYS, standard_key
 from .files import CheckpointError
-from .placement import VOCABULARY_KEYS
 from .torch_dist import TorchDistReader
 
-LAYERS = "decoder.layers."
-WORD_EMBEDDING = "embedding.word_embeddings.weight"
-POSITION_EMBEDDING = "embedding.position_embeddings.weight"
-OUTPUT_LAYER = "output_layer.weight"
-FINAL_NORM = "decoder.final_layernorm."
-ATTENTION_NORM = LAYERS + "self_attention.linear_qkv.layer_norm_"
-QKV = LAYERS + "self_attention.linear_qkv."
-PROJECTION = LAYERS + "self_attention.linear_proj."
-QUERY_NORM = LAYERS + "self_attention.q_layernorm."
-KEY_NORM = LAYERS + "self_attention.k_layernorm."
-MLP_NORM = LAYERS + "mlp.linear_fc1.layer_norm_"
-FC1 = LAYERS + "mlp.linear_fc1."
-FC2 = LAYERS + "mlp.linear_fc2."
-
-#: Linear layers of a decoder layer: the ones in FP8.
-LINEAR_WEIGHTS = tuple(prefix + "weight" for prefix in (QKV, PROJECTION, FC1, FC2))
-
-# Standard prefix → what a spec with separate norms (megatron-core's "local" one, this project's) calls its module.
-_MODULE_NAMES = {LAYERS + standard: LAYERS + module for module, standard in CHECKPOINT_KEYS.items()}
 #: What begins the key of a tensor that is no weight: an optimizer's state, of several optimizers by number.
 _OPTIMIZER = ("optimizer.", "chained_")
 #: Transformer Engine's FP8 state. In most checkpoints it is an object, not a tensor.
@@ -60,62 +35,14 @@ class WeightReader(Protocol):
         ...
 
 
-def standard_key(key: str) -> str:
-    """The standard key of a key that names a separate norm by its module."""
-    for standard, module in _MODULE_NAMES.items():
-        if key.startswith(module):
-            return standard + key.removeprefix(module)
-    return key
-
-
-def module_name(key: str, layer: int | None) -> str:
-    """The parameter's name in a model of this project: separate norms, numbered layers."""
-    for standard, module in _MODULE_NAMES.items():
-        if key.startswith(standard):
-            key = module + key.removeprefix(standard)
-            break
-    return key if layer is None else key.replace(LAYERS, f"{LAYERS}{layer}.", 1)
-
-
-def weight_shapes(model: ModelConfig, padded_vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of every weight that the model has, in the order of the forward pass."""
-    layers, hidden, ffn = model.num_layers, model.hidden_size, model.padded_ffn_hidden_size
-    query_width = model.num_attention_heads * model.head_dim
-    linears = {
-        QKV: (query_width + 2 * model.query_groups * model.head_dim, hidden),
-        PROJECTION: (hidden, query_width),
-        FC1: ((2 if model.is_gated else 1) * ffn, hidden),
-        FC2: (hidden, ffn),
-    }
-    norm_parts = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
-    shapes: dict[str, tuple[int, ...]] = {WORD_EMBEDDING: (padded_vocab_size, hidden)}
-    if model.position_embedding_type == "learned_absolute":
-        shapes[POSITION_EMBEDDING] = (model.max_position_embeddings or model.seq_length, hidden)
-    for linear, norm in ((QKV, ATTENTION_NORM), (PROJECTION, None), (FC1, MLP_NORM), (FC2, None)):
-        if norm is not None:
-            shapes |= {norm + part: (layers, hidden) for part in norm_parts}
-        shapes[linear + "weight"] = (layers, *linears[linear])
-        if not model.disable_bias_linear or (linear == QKV and model.add_qkv_bias):
-            shapes[linear + "bias"] = (layers, linears[linear][0])
-        if linear == QKV and model.qk_layernorm:
-            shapes |= {norm + part: (layers, model.head_dim) for norm in (QUERY_NORM, KEY_NORM) for part in norm_parts}
-    shapes |= {FINAL_NORM + part: (hidden,) for part in norm_parts}
-    if model.untie_embeddings_and_output_weights:
-        shapes[OUTPUT_LAYER] = (padded_vocab_size, hidden)
-    return shapes
-
-
 def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int | None]]:
     """(key, layer) of every weight in the order of the forward pass: a layer's weights are consecutive."""
-    keys = list(shapes)
-    stacked = [key for key in keys if key.startswith(LAYERS)]
-    if not stacked:
-        yield from ((key, None) for key in keys)
-        return
-    first = keys.index(stacked[0])
-    yield from ((key, None) for key in keys[:first])
-    yield from ((key, layer) for layer in range(shapes[stacked[0]][0]) for key in stacked)
-    yield from ((key, None) for key in keys[first:] if not key.startswith(LAYERS))
+    stacked = [key for key in shapes if key.startswith(LAYERS)]
+    for key in shapes:
+        if key not in stacked:
+            yield key, None
+        elif key == stacked[0]:
+            yield from ((each, layer) for layer in range(shapes[key][0]) for each in stacked)
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:

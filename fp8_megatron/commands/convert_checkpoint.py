@@ -272,8 +272,8 @@ def to_megatron_core(source: Source, folder: Path, options: Options) -> str:
 def to_hugging_face(source: Source, folder: Path, options: Options) -> str:
     """Write files that transformers loads into `folder`."""
     from ..conversion import hugging_face_folder as folders
-    from ..conversion.hugging_face_config import family_of, token_ids_of_json
     from ..data.hugging_face_tokenizer import copy_tokenizer, export_tokenizer
+    from ..models.registry import architecture_of
 
     config, vocab_size = source.config, source.vocab_size
     # Keep layers that the run kept out of FP8. A run without FP8 exports all layers in FP8.
@@ -287,11 +287,12 @@ def to_hugging_face(source: Source, folder: Path, options: Options) -> str:
     )
     names_tokenizer = config.data.tokenizer_model is not None or config.data.vocab_file is not None
     if isinstance(source.weights, folders.HuggingFaceWeights) and not names_tokenizer:
+        names = architecture_of(config.model).hugging_face()
         tokenizer = copy_tokenizer(
             source.folder,
-            token_ids_of_json(source.weights.json),
+            names.token_ids_of_json(source.weights.json),
             folder,
-            model_changes_type=family_of(config.model) is not source.weights.family,
+            model_changes_type=names.family_of(config.model) is not source.weights.family,
         )
     else:
         tokenizer = export_tokenizer(config.data, folder)

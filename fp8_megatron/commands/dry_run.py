@@ -50,7 +50,7 @@ def dry_run_report(config: Config, world_size: int) -> str:
         config: a configuration that passed its checks for `world_size` ranks.
         world_size: ranks of the job.
     """
-    from ..planning.vocabulary import padded_vocab_size, vocab_size
+    from ..planning.memory import padded_vocab_size, vocab_size
 
     parallel, model = config.parallel, config.model
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size

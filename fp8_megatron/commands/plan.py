@@ -204,10 +204,9 @@ def _records(cluster: Cluster, config: Config) -> bool:
 def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> str:
     """The fastest layouts, the memory of the best by kind, its wire bytes, and what no measurement vouches for."""
     from ..planning.layouts import ROOM, better_accumulation
-    from ..planning.speed import unmeasured
-    from ..planning.vocabulary import padded_vocab_size
+    from ..planning.memory import padded_vocab_size
+    from ..planning.speed import unmeasured, why_no_time
     from ..planning.wire import predict_wire_bytes
-    from ..training.graph_choice import waits_for_host
 
     best, config = layouts[0], layouts[0].config
     wire = predict_wire_bytes(config, padded_vocab_size(config), world_size=cluster.gpus)
@@ -230,15 +229,22 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
                 f"{1e3 * other.step.total:,.0f} ms, peak {other.peak.total / 1e9:.1f} GB"
             )
         lacking = unmeasured(config, world_size=cluster.gpus, gpus_per_node=cluster.gpus_per_node, rates=cluster.rates)
-        if not best.records and waits_for_host(config):
-            lacking.append("launches by Python, which may be slower than these kernels")
         if lacking:
             lines.append(f"predicted, never measured, for the first: {'; '.join(lacking)}")
+        if any(layout.step is not None and _may_wait(layout) for layout in layouts[:top]):
+            lines.append("≥: Python launches these steps, and the host may be slower than these kernels")
     else:
-        lines.append(f"no step times: no rates of {level} were measured; the smallest peaks come first")
+        lines.append(f"no step times: {why_no_time(config)}; the smallest peaks come first")
     times = "" if best.step is None else f"; step times on {cluster.rates.name}"
     lines.append(f"{len(layouts)} layouts fit into {ROOM:.0%} of {cluster.memory_bytes / 1e9:g} GB{times}")
     return "\n".join(lines)
+
+
+def _may_wait(layout: Layout) -> bool:
+    """Whether steps may take longer than their kernels: Python launches them, and layers are small."""
+    from ..training.graph_choice import waits_for_host
+
+    return not layout.records and waits_for_host(layout.config)
 
 
 def _on_host(layout: Layout, cluster: Cluster) -> list[str]:
@@ -264,6 +270,7 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
         parallel, training = config.parallel, config.training
         tokens = config.global_batch_size(cluster.gpus) * config.model.seq_length
         seconds = None if layout.step is None else layout.step.total
+        least, most = ("≥ ", "≤ ") if _may_wait(layout) else ("", "")
         row = (
             str(parallel.tensor_model_parallel_size),
             str(parallel.pipeline_model_parallel_size),
@@ -273,8 +280,8 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
             " ".join(training.recomputed_modules) or training.recompute_granularity or "none",
             "yes" if layout.records else "no",
             f"{layout.peak.total / 1e9:.1f}",
-            "-" if seconds is None else f"{1e3 * seconds:,.0f}",
-            "-" if seconds is None else f"{tokens / seconds / cluster.gpus:,.0f}",
+            "-" if seconds is None else f"{least}{1e3 * seconds:,.0f}",
+            "-" if seconds is None else f"{most}{tokens / seconds / cluster.gpus:,.0f}",
         )
         rows.append(row)
     return table_text(headings, rows, title=f"Predicted for {level} on {cluster.gpus} GPUs{shares}, the fastest first")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..config.checks import check_config
 from ..config.schema import Config
 from ..planning.activations import PeakBytes, predict_peak
-from ..planning.vocabulary import padded_vocab_size
+from ..planning.memory import padded_vocab_size
 from ..reporting.tables import table_text
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..config.checks import ConfigError
 from ..config.io import parse_config
-from ..config.schema import PIPELINE_SETTINGS
+from ..config.parallel import PIPELINE_SETTINGS
 from ..config.words import flag_with
 from ..outputs import write_output
 from ..planning.largest import largest_model, num_parameters

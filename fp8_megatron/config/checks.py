@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import UserError
+from ..models.registry import architecture_of
 from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
-from .attention_checks import attention_problems
-from .context_checks import context_problems
 from .fields import limit_problems
 from .ignored import ignored_settings
 from .pipeline_checks import interleaving_problems, layout_problem, recompute_problem
@@ -22,10 +21,10 @@ from .recompute_checks import (
     offload_problems,
     recompute_module_problems,
 )
-from .rope_checks import rope_problems
 from .run_checks import profile_problems, run_problems
 from .schedule_checks import batch_problem, schedule_problems
 from .schema import MIN_CUDA_GRAPH_WARMUP_STEPS, Config, ParallelConfig
+from .words import multiples_near
 
 
 class ConfigError(UserError):
@@ -44,11 +43,7 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
     problems = list(limit_problems(config))
     if not problems:
         problems += _check_layout(config, world_size)
-        problems += _check_heads(config)
-        problems += rope_problems(config)
-        problems += attention_problems(config)
-        problems += context_problems(config)
-        problems += _check_activation(config)
+        problems += architecture_of(config.model).problems(config)
         problems += _check_gemm_sizes(config)
         problems += _check_recompute(config)
         problems += recompute_module_problems(config)
@@ -249,86 +244,14 @@ def _check_transpose_cache(config: Config, num_micro_batches: int) -> Iterator[s
         yield f"{name} saves work from one micro-batch of a step to the next, but there is one; drop it"
 
 
-def _check_heads(config: Config) -> Iterator[str]:
-    """Check attention heads, their groups and their positions."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    heads = model.num_attention_heads
-    if model.kv_channels is None and model.hidden_size % heads:
-        yield (
-            f"hidden_size({model.hidden_size}) % num_attention_heads({heads}) = {model.hidden_size % heads}; "
-            f"choose hidden_size = {_multiple_near(model.hidden_size, heads)}, or set kv_channels"
-        )
-    if heads % tp:
-        yield (
-            f"num_attention_heads({heads}) % tensor_model_parallel_size({tp}) = {heads % tp}; "
-            f"choose a tensor_model_parallel_size that divides the heads"
-        )
-    if model.group_query_attention:
-        groups = model.num_query_groups
-        if heads % groups:
-            yield (
-                f"num_attention_heads({heads}) % num_query_groups({groups}) = {heads % groups}; "
-                f"choose groups that divide the heads"
-            )
-        if groups % tp:
-            yield (
-                f"num_query_groups({groups}) % tensor_model_parallel_size({tp}) = {groups % tp}; "
-                f"choose a multiple of {tp}, or a smaller tensor_model_parallel_size"
-            )
-    elif model.num_query_groups not in (1, heads):  # a group for each head is what there is anyway
-        yield f"num_query_groups({model.num_query_groups}) has no effect alone; add --group-query-attention"
-    if model.max_position_embeddings is not None and model.max_position_embeddings < model.seq_length:
-        yield (
-            f"max_position_embeddings({model.max_position_embeddings}) < seq_length({model.seq_length}); "
-            f"choose at least {model.seq_length}, or leave it out"
-        )
-
-
-def _check_activation(config: Config) -> Iterator[str]:
-    given = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(config.model, name)]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} are different activations of one MLP; give one of them"
-
-
 def _check_gemm_sizes(config: Config) -> Iterator[str]:
-    """Check that tokens and both dimensions of each rank's linear weights are multiples that FP8 tensor cores take.
-
-    In 16 bits, a rank only needs whole columns. Attention's columns are whole if heads and groups divide evenly.
-    """
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    ffn = model.padded_ffn_hidden_size
+    """Check that tokens and the LM head's rows are multiples that FP8 tensor cores take."""
     if config.precision.precision in ("bf16", "fp16"):
-        if ffn % tp:
-            yield (
-                f"ffn_hidden_size({ffn}) % tensor_model_parallel_size({tp}) = {ffn % tp}; "
-                f"choose ffn_hidden_size = {_multiple_near(ffn, tp)}, or another tensor_model_parallel_size"
-            )
         return
-    heads, groups, head_dim = model.num_attention_heads, model.query_groups, model.head_dim
-    sizes = [
-        (f"hidden_size({model.hidden_size})", model.hidden_size, 1),
-        (f"heads({heads}) × head width({head_dim}) = {heads * head_dim}", heads * head_dim, tp),
-        (
-            f"(heads({heads}) + 2 × groups({groups})) × head width({head_dim}) = {(heads + 2 * groups) * head_dim}",
-            (heads + 2 * groups) * head_dim,
-            tp,
-        ),
-        (f"ffn_hidden_size({ffn})", ffn, tp),
-    ]
-    in_blocks = config.precision.fp8_recipe == "blockwise"
-    of_one = GEMM_BLOCK if in_blocks else FP8_GEMM_MULTIPLE
-    fix = "--fp8-recipe tensorwise" if in_blocks else "--precision bf16"
-    for equation, size, ranks in sizes:
-        multiple = of_one * ranks
-        if size % multiple:
-            over = f"{of_one} × tensor_model_parallel_size({tp}) = {multiple}" if ranks > 1 else f"{multiple}"
-            yield (
-                f"FP8 GEMM: {equation} is not a multiple of {over}; "
-                f"choose one ({_multiple_near(size, multiple)}), or {fix}"
-            )
+    model, tp, of_one = config.model, config.parallel.tensor_model_parallel_size, config.precision.gemm_multiple
     tokens, cp = config.tokens_per_micro_batch, config.parallel.context_parallel_size
     # A block of tokens must lie within one rank's part of the sequence.
-    shares = tp if in_blocks and config.parallel.sequence_parallel else 1
+    shares = config.parallel.sequence_shares if of_one == GEMM_BLOCK else 1
     if tokens % (of_one * shares):
         over = f"{of_one} × tensor_model_parallel_size({tp}) = {of_one * shares}" if shares > 1 else f"{of_one}"
         divided = f" / context_parallel_size({cp})" if cp > 1 else ""
@@ -349,7 +272,7 @@ def _check_vocabulary(config: Config) -> Iterator[str]:
         yield (
             f"fp8_lm_head: {size} padded by make_vocab_size_divisible_by({divisor}) does not guarantee each of "
             f"tensor_model_parallel_size({tp}) ranks a multiple of {FP8_GEMM_MULTIPLE} rows; choose "
-            f"make_vocab_size_divisible_by = {_multiple_near(divisor, FP8_GEMM_MULTIPLE)}"
+            f"make_vocab_size_divisible_by = {multiples_near(divisor, FP8_GEMM_MULTIPLE)}"
         )
 
 
@@ -370,9 +293,3 @@ def _check_recompute(config: Config) -> Iterator[str]:
             f"recompute_method({method}) and recompute_num_layers({count}) belong to recompute_granularity(full), "
             f"not ({training.recompute_granularity}); drop them or choose full"
         )
-
-
-def _multiple_near(size: int, multiple: int) -> str:
-    """The nearest multiples below and above `size`: "192 or 256"."""
-    below = size // multiple * multiple
-    return f"{below} or {below + multiple}" if below else f"{multiple}"

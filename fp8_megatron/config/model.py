@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -240,3 +241,30 @@ class ModelConfig:
     def query_groups(self) -> int:
         """Number of key/value heads: all heads unless they are grouped."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def rope_magnitude(self) -> float:
+        """What multiplies cosines and sines under YaRN of factor s: (0.1 · mscale · ln s + 1) /
+        (0.1 · mscale_all_dim · ln s + 1).
+
+        With the defaults it is the paper's √(1/t) (section 3.4). Attention's logits grow by its square.
+        """
+        if self.position_embedding_type != "yarn":
+            return 1.0
+        log = 0.1 * math.log(self.rotary_scaling_factor)
+        return (self.mscale * log + 1.0) / (self.mscale_all_dim * log + 1.0)
+
+    @property
+    def query_width(self) -> int:
+        """Columns of all query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Columns of all key heads; those of value heads are as many."""
+        return self.query_groups * self.head_dim
+
+    @property
+    def mlp_columns(self) -> int:
+        """Columns of the MLP's first linear layer: gate and up, or the hidden state."""
+        return (2 if self.is_gated else 1) * self.padded_ffn_hidden_size

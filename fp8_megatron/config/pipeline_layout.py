@@ -6,26 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from .fields import MAX_LAYERS
+from .parallel import ParallelConfig
 from .words import shortened
 
-if TYPE_CHECKING:
-    from .schema import ParallelConfig
-
-#: The settings that divide layers over stages.
-PIPELINE_SETTINGS = (
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "microbatch_group_size_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
 _LAYER, _EMBEDDING, _LOSS = "t", "E", "L"
 #: Repetitions of a layout, in the order in which Megatron replaces them: ``(tt|)*3``, then ``t*3``.
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..storage import LEVELS, StorageDtype, StorageFormats
+from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, LEVELS, StorageDtype, StorageFormats
 from .fields import History, LayersOrZero, Margin
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
@@ -93,6 +93,11 @@ class PrecisionConfig:
     def is_fp8(self) -> bool:
         """Whether layers are this project's FP8 layers."""
         return self.precision == "fp8"
+
+    @property
+    def gemm_multiple(self) -> int:
+        """What the sizes of FP8 GEMMs are multiples of, on each rank: a block, or what tensor cores take."""
+        return GEMM_BLOCK if self.fp8_recipe == "blockwise" else FP8_GEMM_MULTIPLE
 
     @property
     def weight_grad_scaling(self) -> Literal["block", "delayed"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK
+from ..storage import FP8_GEMM_MULTIPLE
 from .schema import Config
 from .words import shortened
 
@@ -77,11 +77,9 @@ def mlp_chunk_problems(config: Config) -> Iterator[str]:
             f"{name}: backward recomputes MLPs in chunks; give --recompute-granularity full, or selective with "
             f"--recompute-modules mlp"
         )
-    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    shares = parallel.sequence_shares
     positions = config.model.seq_length // (parallel.context_parallel_size * shares)
-    multiple = (
-        GEMM_BLOCK if config.precision.is_fp8 and config.precision.fp8_recipe == "blockwise" else FP8_GEMM_MULTIPLE
-    )
+    multiple = config.precision.gemm_multiple
     if count > positions // multiple:
         yield (
             f"{name} × {multiple} > {positions} positions of a rank, and a chunk has a multiple of {multiple}; choose "
@@ -103,7 +101,7 @@ def loss_chunk_problems(config: Config) -> Iterator[str]:
         divided = f" / context_parallel_size({cp})" if cp > 1 else ""
         length = f"seq_length({config.model.seq_length}){divided}"
         yield f"{name} is not below {length}; choose less than {positions}, or drop it"
-    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    shares = parallel.sequence_shares
     multiple = FP8_GEMM_MULTIPLE * shares
     if size % multiple:
         over = f"{FP8_GEMM_MULTIPLE} × tensor_model_parallel_size({shares}) = " if shares > 1 else ""

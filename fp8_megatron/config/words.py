@@ -71,3 +71,9 @@ def flag_with(setting: str, value: object) -> str:
         return flag_name(setting if value else f"no_{setting}")
     words = value if isinstance(value, tuple) else ("none" if value is None else value,)
     return " ".join((flag_name(setting), *map(str, words)))
+
+
+def multiples_near(size: int, multiple: int) -> str:
+    """The nearest multiples below and above `size`: "192 or 256"."""
+    below = size // multiple * multiple
+    return f"{below} or {below + multiple}" if below else f"{multiple}"

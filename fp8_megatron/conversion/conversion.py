@@ -29,18 +29,11 @@ from ..checkpoint.same_model import first_difference
 from ..checkpoint.saved_run import saved_config, saved_model_settings
 from ..checkpoint.saving import write_config, write_last_files
 from ..checkpoint.torch_dist import TorchDistReader, write_chunks, write_metadata
-from ..checkpoint.weights import (
-    OUTPUT_LAYER,
-    QKV,
-    WORD_EMBEDDING,
-    Repadded,
-    TorchDistWeights,
-    WeightReader,
-    check_shapes,
-    weight_shapes,
-)
+from ..checkpoint.weights import Repadded, TorchDistWeights, WeightReader, check_shapes
 from ..config.checks import check_config
 from ..config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
+from ..models.keys import OUTPUT_LAYER, WORD_EMBEDDING
+from ..models.registry import weight_shapes
 from .hugging_face_folder import CONFIG_FILE, HuggingFaceWeights
 from .megatron_weights import config_of, open_weights
 from .torch_dist_writer import fp32_chunks, write_torch_dist
@@ -153,9 +146,7 @@ def open_source(
         assert own_vocab_size is not None
         if config is not None:
             _check_states_nothing_else(folder, theirs.model, config.model, stated)
-        if theirs.model.add_qkv_bias:
-            for layer in range(theirs.model.num_layers):
-                theirs.read(QKV + "bias", layer)  # refuse other attention biases at once, not halfway through
+        theirs.check_values()
         return Source(kind, folder, theirs, replace(config or Config(), model=theirs.model), own_vocab_size)
     if kind is Format.OURS:
         problem = next((text for record in read_manifest(folder) if (text := problem_with(folder, record))), None)

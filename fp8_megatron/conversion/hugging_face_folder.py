@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.files import CheckpointError, read_file, write_text
-from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, weight_shapes
+from ..checkpoint.weights import WeightReader, places
 from ..config.schema import ModelConfig
+from ..models.hugging_face import Rule
+from ..models.keys import LAYERS, WORD_EMBEDDING
+from ..models.registry import architecture_of, hugging_face_of_json, is_linear_weight, weight_shapes
 from . import hugging_face_fp8 as fp8
-from .hugging_face import Family, Rule, layers_of, rules_of
-from .hugging_face_config import export_rules, family_of_json, json_from_model, model_from_json
 from .hugging_face_fp8 import FP8Layout
 from .safetensors_files import SafetensorsFolder, SafetensorsWriter, TensorSpec
 
@@ -47,8 +48,8 @@ class HuggingFaceWeights:
     def __init__(self, folder: Path) -> None:
         self.json = read_json(folder / CONFIG_FILE)
         try:
-            self.family = family_of_json(self.json)
-            self.model = model_from_json(self.json)
+            names = hugging_face_of_json(self.json)
+            self.model, self.family = names.model_from_json(self.json), names.families[self.json["model_type"]]
             if self.json.get("quantization_config"):
                 fp8.check_readable(self.json["quantization_config"])
         except CheckpointError as error:
@@ -56,18 +57,28 @@ class HuggingFaceWeights:
         assert self.model.vocab_size is not None
         self._folder = folder
         self._tensors = SafetensorsFolder(folder)
-        # The published GPT-2 has no wrapper prefix in its names.
-        self._prefix = "" if self.family is Family.GPT2 and "wte.weight" in self._tensors.file_of else None
         self.shapes = weight_shapes(self.model, self.model.vocab_size)
-        has_bias = not self.model.disable_bias_linear
-        rules = rules_of(self.family, self.model, self.model.vocab_size, attention_bias=has_bias, mlp_bias=has_bias)
+        rules = names.rules(self.model, self.model.vocab_size, self.json)
         self._rules = {rule.key: rule for rule in rules}
+        # The published GPT-2 has no wrapper prefix in its names.
+        without = self._rules[WORD_EMBEDDING].names[0].removeprefix(self.family.prefix)
+        self._left_out = self.family.prefix if without in self._tensors.file_of else ""
         self._check()
 
     def read(self, key: str, layer: int | None) -> Tensor:
         """As `weights.WeightReader.read`."""
         rule = self._rules[key]
         return rule.join([self.read_theirs(name) for name in rule.names_of(layer)])
+
+    def check_values(self) -> None:
+        """Read at once what a rule may refuse, so that nothing is refused halfway through.
+
+        Raises:
+            CheckpointError: a rule refuses it.
+        """
+        for rule in self._rules.values():
+            for layer in rule.layers(self.model) if rule.refuses else ():
+                self.read(rule.key, layer)
 
     def read_theirs(self, name: str) -> Tensor:
         """Read a tensor by their name, dequantised, in FP32."""
@@ -87,7 +98,7 @@ class HuggingFaceWeights:
         raise CheckpointError(f"{self._folder}: {name!r} is FP8 without a scale beside it")
 
     def _stored(self, name: str) -> str:
-        return name.removeprefix("transformer.") if self._prefix == "" else name
+        return name.removeprefix(self._left_out)
 
     def _check(self) -> None:
         """Check that exactly the expected tensors exist, with the expected shapes."""
@@ -95,7 +106,7 @@ class HuggingFaceWeights:
         for rule in self._rules.values():
             shape = self.shapes[rule.key]
             shapes = rule.split_shapes(shape[1:] if rule.key.startswith(LAYERS) else shape)
-            for layer in layers_of(rule, self.model):
+            for layer in rule.layers(self.model):
                 names = map(self._stored, rule.names_of(layer))
                 for name, own_shape in zip(names, shapes, strict=True):
                     if name not in self._tensors.file_of:  # a number of layers in the millions ends here
@@ -110,8 +121,9 @@ class HuggingFaceWeights:
             if name == "lm_head.weight" and not known:  # the embedding is the head
                 self._check_tied(name)
             elif not known:
+                kind = self.family.model_type
                 raise CheckpointError(
-                    f"{self._folder} holds {name!r}, which a {self.family.value} as {CONFIG_FILE} describes it has not"
+                    f"{self._folder} holds {name!r}, which a {kind} as {CONFIG_FILE} describes it has not"
                 )
 
     def _check_tied(self, head: str) -> None:
@@ -167,7 +179,7 @@ class Export:
 
     def in_fp8(self, rule: Rule, layer: int | None) -> bool:
         """Whether a rule's weight of a layer is stored in FP8."""
-        return self.fp8_layout is not None and rule.is_linear_weight and layer not in self.layers_in_16_bits
+        return self.fp8_layout is not None and is_linear_weight(rule.key) and layer not in self.layers_in_16_bits
 
 
 def write_hugging_face(
@@ -190,11 +202,12 @@ def write_hugging_face(
     Raises:
         CheckpointError: no architecture of theirs computes this model, or a weight is not finite or overflows `dtype`.
     """
-    rules = export_rules(model, vocab_size)
-    settings = json_from_model(model, vocab_size, str(export.dtype).removeprefix("torch."))
+    names = architecture_of(model).hugging_face()
+    rules = names.rules(model, vocab_size)
+    settings = names.json_from_model(model, vocab_size, str(export.dtype).removeprefix("torch."))
     settings |= {"bos_token_id": None, "eos_token_id": None, **(token_ids or {})}
     if export.fp8_layout is not None:
-        if settings["model_type"] == Family.GPT2.value:
+        if not names.family_of(model).has_linear_modules:
             raise CheckpointError(
                 f"--fp8 {export.fp8_layout.value} quantises Linear modules, and {settings['model_type']} has Conv1D "
                 f"instead, which no reader of that layout takes; export it in 16 bits"
@@ -217,11 +230,8 @@ def write_hugging_face(
 
 def _places(rules: Sequence[Rule], model: ModelConfig) -> Iterator[tuple[Rule, int | None]]:
     """(rule, layer) in the order of the forward pass: the weights of one layer follow each other."""
-    in_layers = [rule for rule in rules if rule.key.startswith(LAYERS)]
-    first = rules.index(in_layers[0])
-    yield from ((rule, None) for rule in rules[:first])
-    yield from ((rule, layer) for layer in range(model.num_layers) for rule in in_layers)
-    yield from ((rule, None) for rule in rules[first:] if rule not in in_layers)
+    by_key = {rule.key: rule for rule in rules}
+    return ((by_key[key], layer) for key, layer in places(dict.fromkeys(by_key, (model.num_layers,))))
 
 
 def _specs(rule: Rule, layer: int | None, shape: tuple[int, ...], export: Export) -> Iterator[TensorSpec]:
@@ -265,7 +275,7 @@ def _unquantized(rules: Sequence[Rule], model: ModelConfig, export: Export) -> l
     names = [
         name.removesuffix(".weight")
         for rule, layer in _places(rules, model)
-        if rule.is_linear_weight and not export.in_fp8(rule, layer)
+        if is_linear_weight(rule.key) and not export.in_fp8(rule, layer)
         for name in rule.names_of(layer)
     ]
     return ["lm_head", *names]
@@ -273,4 +283,4 @@ def _unquantized(rules: Sequence[Rule], model: ModelConfig, export: Export) -> l
 
 def num_weights(model: ModelConfig, vocab_size: int) -> int:
     """Number of times that `write_hugging_face` calls `on_weight`."""
-    return sum(len(layers_of(rule, model)) for rule in export_rules(model, vocab_size))
+    return sum(len(rule.layers(model)) for rule in architecture_of(model).hugging_face().rules(model, vocab_size))

@@ -17,13 +17,14 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..checkpoint.files import CheckpointError
-from ..checkpoint.weights import LAYERS, WORD_EMBEDDING, WeightReader, module_name
+from ..checkpoint.weights import WeightReader
 from ..config.schema import Config, ModelConfig, ParallelConfig
+from ..mcore.gpt import gpt_arguments
 from ..mcore.layer_spec import Attention, block_submodules
 from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
-from ..mcore.transformer_config import replaced_position_embedding, rotary_table, transformer_config
-from .hugging_face import Family
+from ..mcore.transformer_config import rotary_table, transformer_config
+from ..models.keys import LAYERS, WORD_EMBEDDING, name_in_model
 from .hugging_face_folder import HuggingFaceWeights
 
 _CPU = torch.device("cpu")
@@ -49,14 +50,14 @@ def logits_of_weights(
         outside = [key for key in reader.shapes if not key.startswith(LAYERS)]
         inside = [key for key in reader.shapes if key.startswith(LAYERS)]
         for key in outside:
-            params[module_name(key, None)].copy_(reader.read(key, None))
+            params[name_in_model(key, None)].copy_(reader.read(key, None))
         captured: list[Tensor] = []
         single.decoder.layers[0].register_forward_hook(lambda _, __, output: captured.append(output[0]))
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits = torch.empty(0)
         for layer in range(model.num_layers):
             for key in inside:
-                params[module_name(key, 0)].copy_(reader.read(key, layer))
+                params[name_in_model(key, 0)].copy_(reader.read(key, layer))
             hidden = captured.pop() if captured else None
             logits = single(tokens, positions, None, decoder_input=hidden)
             on_layer()
@@ -76,11 +77,7 @@ def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
         fp32,
         block_submodules([None], [None], Attention("math", has_norms=model.qk_layernorm), model.activation),
         vocab_size=num_rows,
-        max_sequence_length=model.max_position_embeddings or model.seq_length,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=replaced_position_embedding(model),
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
+        **gpt_arguments(model),
     )
     table = rotary_table(model, _CPU)
     if table is not None:
@@ -114,7 +111,7 @@ def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], Non
         raise CheckpointError(
             f"{folder}/config.json: transformers builds no model of it ({reason}); correct it, or give --no-verify"
         ) from error
-    stack = "transformer.h." if weights.family is Family.GPT2 else "model.layers."
+    stack = weights.family.layers
     params: dict[str, Tensor] = dict(single.named_parameters())
     for name, param in params.items():
         if not name.startswith(stack):

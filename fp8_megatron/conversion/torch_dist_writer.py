@@ -12,7 +12,8 @@ from ..checkpoint.encoding import Encoded
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.manifest import FileEntry
 from ..checkpoint.torch_dist import Chunk, TorchDistReader, write_chunks, write_metadata
-from ..checkpoint.weights import LINEAR_WEIGHTS, WeightReader, places
+from ..checkpoint.weights import WeightReader, places
+from ..models.registry import is_linear_weight
 
 #: Transformer Engine's FP8 state. In most checkpoints it is an object, not a tensor.
 _EXTRA_STATE = "_extra_state"
@@ -40,7 +41,7 @@ def fp32_chunks(reader: TorchDistReader) -> Iterator[Chunk | str]:
         for item in reader.chunks(key):
             value = reader.load(item)
             yield Chunk(key, shape, item.offset, value.decode() if isinstance(value, Encoded) else value)
-        if key in LINEAR_WEIGHTS:
+        if is_linear_weight(key):
             yield from (_extra_state_key(key, layer, shape[0]) for layer in range(shape[0]))
 
 
@@ -60,6 +61,6 @@ def _chunks(reader: WeightReader, on_weight: Callable[[], None]) -> Iterator[Chu
             yield Chunk(key, shape, (0,) * len(shape), value)
         else:
             yield Chunk(key, shape, (layer, *(0 for _ in shape[1:])), value.unsqueeze(0))
-            if key in LINEAR_WEIGHTS:
+            if is_linear_weight(key):
                 yield _extra_state_key(key, layer, shape[0])
         on_weight()

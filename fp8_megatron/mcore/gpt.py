@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from ..config.schema import Config
+from ..config.schema import Config, ModelConfig
 from ..dtypes import E4M3
 from ..nn.chunked_loss import TokenLoss, loss_in_chunks
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
@@ -228,15 +228,9 @@ class _ChunkBuilder:
             self.settings,
             submodules,
             vocab_size=self.padded_vocab_size,
-            max_sequence_length=model.max_position_embeddings or model.seq_length,
             pre_process=is_vp_first_stage(vp_stage, virtual) and topology.is_first_stage,
             post_process=is_vp_last_stage(vp_stage, virtual) and topology.is_last_stage,
-            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type=(
-                model.position_embedding_type if self.is_te else replaced_position_embedding(model)
-            ),
-            rotary_percent=model.rotary_percent,
-            rotary_base=model.rotary_base,
+            **gpt_arguments(model, is_te=self.is_te),
             rope_scaling=model.use_rope_scaling,
             rope_scaling_factor=model.rope_scaling_factor,
             seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
@@ -261,6 +255,21 @@ class _ChunkBuilder:
             casts = named_quantizers_of_model(module)
             recipe.history.name_layers({layer: list(quantizers.slots()) for layer, quantizers in casts.items()})
             recipe.history.allocate(self.device)
+
+
+def gpt_arguments(model: ModelConfig, *, is_te: bool = False) -> dict[str, Any]:
+    """What megatron-core's GPT takes of a model beside its configuration.
+
+    Args:
+        is_te: the layers are Transformer Engine's.
+    """
+    return {
+        "max_sequence_length": model.max_position_embeddings or model.seq_length,
+        "share_embeddings_and_output_weights": not model.untie_embeddings_and_output_weights,
+        "position_embedding_type": model.position_embedding_type if is_te else replaced_position_embedding(model),
+        "rotary_percent": model.rotary_percent,
+        "rotary_base": model.rotary_base,
+    }
 
 
 def _attention(config: Config) -> Attention:

@@ -14,21 +14,20 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from ..models.keys import OUTPUT_LAYER, VOCABULARY_KEYS, WORD_EMBEDDING
 from ..quantization.attention import AttentionQuantizers
 from ..quantization.recipe import HeadQuantizers, LinearQuantizers
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _IN_A_LAYER = ("linear_qkv", "core_attention", "linear_proj", "linear_fc1", "linear_fc2")
-_TIED_WEIGHT = "embedding.word_embeddings.weight"
-_VOCABULARY_WEIGHTS = (_TIED_WEIGHT, "output_layer.weight")
 
 
 def named_parameters_of_model(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Parameters of one model chunk by their names in the whole model. Layers are counted over all stages; a tied head
     has the embedding's name."""
     named = {_name_in_model(name, chunk): param for name, param in chunk.named_parameters()}
-    if getattr(chunk, "share_embeddings_and_output_weights", False) and "output_layer.weight" in named:
-        named[_TIED_WEIGHT] = named.pop("output_layer.weight")
+    if getattr(chunk, "share_embeddings_and_output_weights", False) and OUTPUT_LAYER in named:
+        named[WORD_EMBEDDING] = named.pop(OUTPUT_LAYER)
     return named
 
 
@@ -94,7 +93,7 @@ def initial_values(
         # A meta tensor has no values to draw, and its device no generator.
         generator = None if param.is_meta else torch.Generator(param.device).manual_seed(_seed_of(name, seed))
         num_padding = 0
-        if vocab_size is not None and name in _VOCABULARY_WEIGHTS:
+        if vocab_size is not None and name in VOCABULARY_KEYS:
             num_padding, shape[0] = shape[0] - vocab_size, vocab_size
         whole = torch.empty(shape, device=param.device).normal_(0.0, scaled_std, generator=generator)
         if num_padding:

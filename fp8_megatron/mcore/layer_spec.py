@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from ..models.keys import NORM_KEYS
 from ..nn.links import LayerLinks, LinearLinks
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
@@ -29,12 +30,6 @@ from .mlp import FP8MLP, ChunkedMLP, HalfMLP
 from .norm import DeferredNorm, HeadNorm, Norm
 from .self_attention import FP8CoreAttention, FP8SelfAttention, RotarySelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
-
-#: The names of a layer's norms in checkpoints. They follow Transformer Engine's fused layers, as megatron-core's do.
-CHECKPOINT_KEYS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 
 
 class Attention(NamedTuple):
@@ -175,7 +170,7 @@ def _submodules(
         pre_mlp_layernorm=norms[1],
         mlp=mlp,
         mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=CHECKPOINT_KEYS,
+        sharded_state_dict_keys_map=NORM_KEYS,
     )
 
 

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..collectives.hierarchical import NodeGroups, new_node_groups
-from ..config.pipeline_layout import PipelineLayout
+from ..config.pipeline_layout import PipelineLayout, pipeline_layout
 from ..config.schema import ParallelConfig
 from ..data.document_bounds import SequencePart
 from ..device.device import distributed_backend, node_size
@@ -167,7 +167,7 @@ def initialized(
         join(timeout)
     _make_communicators_when_used()
     try:
-        layout = parallel.pipeline_layout(num_layers)
+        layout = pipeline_layout(parallel, num_layers)
         parallel_state.initialize_model_parallel(
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..config.model import layer_pattern, window_sizes
+from ..config.model import YARN_SETTINGS, layer_pattern, window_sizes
 from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import Config, ModelConfig
 from ..data.document_bounds import SequencePart
@@ -88,7 +88,15 @@ def rotary_table(model: ModelConfig, device: torch.device, part: SequencePart | 
     """
     if not model.uses_rope:
         return None
-    yarn = yarn_of(model) if model.position_embedding_type == "yarn" else None
+    yarn = None
+    if model.position_embedding_type == "yarn":
+        yarn = Yarn(
+            factor=model.rotary_scaling_factor,
+            original_context=model.yarn_original_max_position_embeddings,
+            beta_fast=model.yarn_beta_fast,
+            beta_slow=model.yarn_beta_slow,
+            rounds_range=model.yarn_correction_range_round_to_int,
+        )
     frequencies = rope_frequencies(
         int(model.head_dim * model.rotary_percent),
         model.rotary_base,
@@ -96,21 +104,7 @@ def rotary_table(model: ModelConfig, device: torch.device, part: SequencePart | 
         llama3_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
         yarn=yarn,
     )
-    magnitude = 1.0 if yarn is None else yarn.magnitude
-    return RotaryTable(frequencies, model.seq_length, device, part, magnitude=magnitude)
-
-
-def yarn_of(model: ModelConfig) -> Yarn:
-    """YaRN as a model's settings describe it."""
-    return Yarn(
-        factor=model.rotary_scaling_factor,
-        original_context=model.yarn_original_max_position_embeddings,
-        beta_fast=model.yarn_beta_fast,
-        beta_slow=model.yarn_beta_slow,
-        rounds_range=model.yarn_correction_range_round_to_int,
-        mscale=model.mscale,
-        mscale_all_dim=model.mscale_all_dim,
-    )
+    return RotaryTable(frequencies, model.seq_length, device, part, magnitude=model.rope_magnitude)
 
 
 def replaced_position_embedding(model: ModelConfig) -> str:
@@ -125,17 +119,8 @@ def tell_yarn(settings: TransformerConfig, model: ModelConfig) -> None:
     """Set what megatron-core's own YaRN reads of its configuration and no field of it declares."""
     if model.position_embedding_type != "yarn":
         return
-    yarn = yarn_of(model)
-    for name, value in {
-        "yarn_rotary_scaling_factor": yarn.factor,
-        "yarn_original_max_position_embeddings": yarn.original_context,
-        "yarn_beta_fast": yarn.beta_fast,
-        "yarn_beta_slow": yarn.beta_slow,
-        "yarn_mscale": yarn.mscale,
-        "yarn_mscale_all_dim": yarn.mscale_all_dim,
-        "yarn_correction_range_round_to_int": yarn.rounds_range,
-    }.items():
-        setattr(settings, name, value)
+    for name in YARN_SETTINGS:
+        setattr(settings, name if name.startswith("yarn_") else f"yarn_{name}", getattr(model, name))
 
 
 def transformer_config(config: Config, device: torch.device) -> TransformerConfig:

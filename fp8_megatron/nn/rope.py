@@ -31,7 +31,6 @@ class Yarn:
         beta_fast: pairs that turn more often than this within the original context keep their frequency.
         beta_slow: pairs that turn less often have it divided by `factor`. Pairs between are blended.
         rounds_range: the first and the last blended pair are whole numbers.
-        mscale, mscale_all_dim: see `magnitude`.
     """
 
     factor: float
@@ -39,17 +38,6 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     rounds_range: bool = True
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-
-    @property
-    def magnitude(self) -> float:
-        """What multiplies cosines and sines: (0.1 · mscale · ln s + 1) / (0.1 · mscale_all_dim · ln s + 1).
-
-        With the defaults it is the paper's √(1/t) (section 3.4). Attention's logits grow by its square.
-        """
-        log = 0.1 * math.log(self.factor)
-        return (self.mscale * log + 1.0) / (self.mscale_all_dim * log + 1.0)
 
     def scaled(self, frequencies: Tensor, base: float) -> Tensor:
         """The frequencies blended with those divided by `factor` ("NTK-by-parts", section 3.2), float64 [R / 2].
@@ -105,7 +93,7 @@ def cos_sin_table(frequencies: Tensor, num_positions: int, magnitude: float = 1.
 
     Args:
         frequencies: float64 [R / 2], in radians a position.
-        magnitude: see `Yarn.magnitude`.
+        magnitude: multiplies them, under YaRN.
     """
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
     return torch.stack([angles.cos(), angles.sin()], dim=1).mul_(magnitude).float()

@@ -1,8 +1,8 @@
 """Peak memory of a rank, from the configuration, before anything is built.
 
 The peak comes at the start of a backward, when all activations and the logits exist, or in the backward of a layer, if
-that holds more than the logits. The formulas follow what the layers keep (`nn.qkv`, `nn.mlp`, `nn.lm_head`,
-`nn.offload`). They count neither the CUDA context nor fragmentation.
+that holds more than the logits. What a layer holds its architecture says; the formulas here follow `nn.lm_head` and
+`nn.offload`. They count neither the CUDA context nor fragmentation.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from ..config.schema import Config
 from ..dtypes import StorageDtype
-from .memory import parameters_by_class, predict_memory
-from .storage import model_storage
+from ..models.architecture import Architecture
+from ..models.registry import architecture_of
+from .memory import model_storage, parameters_by_class, predict_memory
 from .wire import message_buffer_bytes
 
 #: Bytes of an element of the 16-bit types.
@@ -22,8 +23,6 @@ _HALF = 2
 _WIRE_BUFFERS = 2 * 2
 #: About how many vocabulary columns one part of the FP8 head has (`nn.lm_head`).
 _HEAD_PART_COLUMNS = 16384
-#: FP32 statistics that backward needs of each token: mean and inverse deviation of two norms.
-_NORM_STATISTICS_BYTES = 2 * 2 * 4
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def predict_peak(
     gathered = sum(count * stored.of_state(storage).weight.itemsize for storage, count in by_class.items())
     activations = _activations(config, stage=stage, num_micro_batches=config.num_micro_batches(world_size))
     leaving, arriving = _on_its_way(config, stage=stage)
-    in_backward, backward = arriving + _recomputed(config, stage=stage), _layer_backward(config, layers)
+    in_backward, backward = arriving + _recomputed(config, stage=stage), _backward(config, layers)
     is_last = stage == config.parallel.pipeline_model_parallel_size - 1
     logits = _logits(config, padded_vocab_size) if is_last else 0
     is_at_logits = leaving + logits > in_backward + backward
@@ -94,7 +93,7 @@ def predict_peak(
         wire_buffers=wire + message_buffer_bytes(config, stage=stage),
         transposes=kept * state.linear.num_params // max(len(layers), 1),
         recording=_recording(config, gathered, padded_vocab_size, world_size=world_size, stage=stage) if records else 0,
-        tables=_table_bytes(config),
+        tables=_architecture(config).table_bytes(config),
     )
 
 
@@ -109,27 +108,26 @@ def _recording(config: Config, gathered: int, padded_vocab_size: int, *, world_s
 def predict_validation_bytes(config: Config, padded_vocab_size: int, *, stage: int = 0) -> int:
     """Predicted bytes that a micro-batch of validation holds at most beside the state; 0 for a run without validation.
 
-    They are those of one layer, or of the LM head. The formulas follow the forward of `nn.mlp` and `nn.lm_head`.
+    They are those of one layer, or of the LM head (`nn.lm_head`).
     """
     if not config.training.reads_validation_data:
         return 0
-    model, parallel = config.model, config.parallel
-    tp, hidden, ffn = parallel.tensor_model_parallel_size, model.hidden_size, model.padded_ffn_hidden_size
-    tokens = config.tokens_per_micro_batch
-    stages, columns = parallel.pipeline_model_parallel_size, (2 if model.is_gated else 1) * ffn
-    stream = _HALF * tokens * hidden
+    parallel, tokens, layers = config.parallel, config.tokens_per_micro_batch, config.layers_of_stage(stage)
+    stages, stream = parallel.pipeline_model_parallel_size, _HALF * tokens * config.model.hidden_size
     passing = 0 if stages == 1 else 2 * stream  # of the micro-batches that come and go
-    has_half = any(not config.is_fp8_layer(layer) for layer in config.layers_of_stage(stage))
-    mlp = tokens * (_HALF * columns + (2 * _HALF if has_half else 1) * ffn) // tp
-    layer = 4 * stream + mlp // config.training.mlp_chunks_for_training
+    forward = max((_architecture(config).forward_bytes(config, layer) for layer in layers), default=0)
     if stage < stages - 1:
-        return passing + layer
-    vocab = padded_vocab_size // tp
+        return passing + forward
+    vocab = padded_vocab_size // parallel.tensor_model_parallel_size
     if config.has_fp8_lm_head:
         head = 4 * stream + _HALF * tokens * (vocab // _head_parts(vocab))
     else:
         head = 2 * stream + _HALF * _tokens_of_logits(config) * vocab
-    return passing + max(layer, head)
+    return passing + max(forward, head)
+
+
+def _architecture(config: Config) -> Architecture:
+    return architecture_of(config.model)
 
 
 def _head_parts(vocab: int) -> int:
@@ -141,52 +139,6 @@ def _tokens_of_logits(config: Config) -> int:
     """Tokens of a micro-batch whose logits exist at a time."""
     tokens, chunk = config.tokens_per_micro_batch, config.training.loss_chunk_size
     return tokens if chunk is None else min(tokens, chunk * config.training.micro_batch_size)
-
-
-def _table_bytes(config: Config) -> int:
-    """Bytes of a rank's table of RoPE: FP32 cosine and sine of every pair at each of its positions."""
-    model = config.model
-    if not model.uses_rope:
-        return 0
-    positions = model.seq_length // config.parallel.context_parallel_size
-    return positions * 2 * (int(model.head_dim * model.rotary_percent) // 2) * 4
-
-
-def layer_bytes_per_token(config: Config, *, is_fp8: bool) -> float:
-    """Bytes that one layer keeps of each token of the micro-batch for its backward, on one rank.
-
-    An FP8 layer keeps the two residual streams, queries, keys, values, attention's output and the MLP's input to its
-    activation in 16 bits. Norms of query and key keep their inputs, RoPE nothing. With heads exchanged over ranks the
-    projection keeps its input in FP8. A 16-bit layer also keeps the outputs of both norms and of the activation. What
-    --recompute-modules names is left out; attention's output stays, as the projection needs it. Transformer Engine's
-    layers keep FP8 copies of some of these; they are counted as a 16-bit layer, which is an upper bound.
-    """
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    recomputed = config.training.recomputed_modules
-    queries = model.num_attention_heads * model.head_dim
-    streams = 2 * model.hidden_size * (1 if is_fp8 else 2)
-    keys = model.query_groups * model.head_dim
-    attention = 2 * (queries + keys)
-    fp8_attention = is_fp8 and config.precision.fp8_dot_product_attention
-    attention -= attention // 2 if fp8_attention else 0  # a byte each
-    leaves_mlp = "mlp" in recomputed or config.training.mlp_chunks_for_training > 1
-    split = attention + (0 if leaves_mlp else _mlp_columns(config, is_fp8=is_fp8))
-    if model.qk_layernorm:  # the value in 16 bits lies beside their inputs; FP8 attention has another
-        split += queries + keys + (keys if fp8_attention else 0)
-    if is_fp8 and not (model.uses_rope or model.qk_layernorm) and model.query_groups < model.num_attention_heads:
-        split += queries  # the queries of a group's heads lie apart from those of the next
-    if config.parallel.exchanges_heads:  # attention keeps one output, the projection another, in FP8 if it is
-        split += queries // 2 if is_fp8 else queries
-    masks = 2 * model.hidden_size if model.hidden_dropout > 0 else 0
-    over_sequence = tp if config.parallel.sequence_parallel else 1
-    log_sums = 4 * model.num_attention_heads / tp
-    return (_HALF * streams + masks + _NORM_STATISTICS_BYTES) / over_sequence + _HALF * split / tp + log_sums
-
-
-def _mlp_columns(config: Config, *, is_fp8: bool) -> int:
-    """Columns of the MLP's input to its activation and, in a 16-bit layer, of its output."""
-    model = config.model
-    return model.padded_ffn_hidden_size * ((2 if model.is_gated else 1) + (0 if is_fp8 else 1))
 
 
 def predict_host_bytes(config: Config, *, world_size: int, stage: int = 0) -> int:
@@ -221,6 +173,11 @@ def _on_its_way(config: Config, *, stage: int) -> tuple[int, int]:
     return round(tokens * leaving), round(tokens * arriving)
 
 
+def _backward(config: Config, layers: Sequence[int]) -> int:
+    """Bytes that the backward of the largest layer makes."""
+    return max((_architecture(config).backward_bytes(config, layer) for layer in layers), default=0)
+
+
 def _recomputed(config: Config, *, stage: int) -> int:
     """Bytes that exist beside a stage's activations while a layer is computed again."""
     chunks = config.pipeline_layout.chunks[stage]
@@ -233,54 +190,15 @@ def _kept_by_layer(config: Config, layers: Sequence[int]) -> list[float]:
     Layers that are recomputed together keep the input of the first; it counts for the last.
     """
     training, parallel = config.training, config.parallel
-    per_layer = [layer_bytes_per_token(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers]
+    per_layer = [_architecture(config).kept_bytes(config, layer) for layer in layers]
     if training.recompute_granularity != "full":
         return per_layer
-    over_sequence = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    stream = _HALF * config.model.hidden_size / over_sequence
+    stream = _HALF * config.model.hidden_size / parallel.sequence_shares
     count = training.recompute_num_layers or 1
     if training.recompute_method == "block":
         recomputed = min(count, len(layers))
         return [stream] * recomputed + per_layer[recomputed:]
     return [stream if index % count == count - 1 or index == len(layers) - 1 else 0.0 for index in range(len(layers))]
-
-
-def _layer_backward(config: Config, layers: Sequence[int]) -> int:
-    """Bytes that the MLP's backward makes of a micro-batch (`nn.mlp`): the gradient of its output in 16 bits and, in an
-    FP8 layer, in both layouts; that of its hidden state; and that of the activation's input with the activation.
-
-    Attention's backward makes less. In chunks, what lies between the GEMMs is that of one, and weight gradients are
-    added in FP32 (`nn.chunked_mlp`).
-    """
-    if config.training.mlp_chunks_for_training > 1:
-        return max((_chunked_backward(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers), default=0)
-    model, parallel = config.model, config.parallel
-    hidden, ffn = model.hidden_size, model.padded_ffn_hidden_size
-    columns = (2 if model.is_gated else 1) * ffn
-    tp = parallel.tensor_model_parallel_size
-    of_fp8 = (2 + 2) * hidden + (2 * ffn + 2 * columns + ffn) / tp
-    of_half = 2 * hidden + (2 * ffn + 2 * columns) / tp
-    most = max((of_fp8 if config.is_fp8_layer(layer) else of_half for layer in layers), default=0.0)
-    return round(config.tokens_per_micro_batch * most)
-
-
-def _chunked_backward(config: Config, *, is_fp8: bool) -> int:
-    """`_layer_backward` in chunks: the most of the last chunk, of the norm's backward behind it, and of attention's."""
-    model, parallel = config.model, config.parallel
-    tp, hidden, ffn = parallel.tensor_model_parallel_size, model.hidden_size, model.padded_ffn_hidden_size
-    columns = (2 if model.is_gated else 1) * ffn
-    tokens, over_sequence = config.tokens_per_micro_batch, tp if parallel.sequence_parallel else 1
-    chunk = tokens / config.training.mlp_chunks_for_training
-    weights = (columns + ffn) * hidden / tp
-    stream = tokens * hidden / over_sequence
-    queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
-    of_attention = tokens * _HALF * (2 * queries + 2 * keys) / tp
-    if is_fp8:
-        # The gradients of the MLP's output, with its cast, and of the norm's. Of the chunk, gradients and their casts.
-        in_chunk = chunk * (hidden + (_HALF * columns + _HALF * ffn + 2 * columns + ffn) / tp)
-        return round(max(5 * stream + in_chunk + 5 * weights, 8 * stream, of_attention))
-    in_chunk = chunk * _HALF * 2 * (columns + ffn) / tp
-    return round(max(4 * stream + in_chunk + 6 * weights, 6 * stream, of_attention))
 
 
 def _recomputed_per_token(config: Config, layers: Sequence[int]) -> float:
@@ -289,11 +207,10 @@ def _recomputed_per_token(config: Config, layers: Sequence[int]) -> float:
     if not layers:
         return 0.0
     if "mlp" in training.recomputed_modules and training.mlp_chunks_for_training == 1:
-        columns = max(_mlp_columns(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers)
-        return _HALF * columns / config.parallel.tensor_model_parallel_size
+        return max(_architecture(config).recomputed_mlp_bytes(config, layer) for layer in layers)
     if training.recompute_granularity != "full":
         return 0.0
-    most = max(layer_bytes_per_token(config, is_fp8=config.is_fp8_layer(layer)) for layer in layers)
+    most = max(_architecture(config).kept_bytes(config, layer) for layer in layers)
     return most if training.recompute_method == "block" else min(training.recompute_num_layers or 1, len(layers)) * most
 
 
@@ -334,7 +251,7 @@ def _logits(config: Config, padded_vocab_size: int) -> int:
     logits = 2 * at_once * vocab
     # Over chunks, the gradients of the weight are added in FP32, and that of the input is whole.
     sums = 0 if chunk is None else 4 * hidden * vocab + 2 * tokens * hidden
-    sums += 2 * tokens * hidden // (tp if config.parallel.sequence_parallel else 1)
+    sums += 2 * tokens * hidden // config.parallel.sequence_shares
     if config.has_fp8_lm_head:
         # The weight's gradient comes when the logits are gone, from their gradient in a byte.
         in_parts = logits + logits // _head_parts(vocab)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from ..config.schema import Config
 from .activations import predict_peak
 from .layouts import ROOM, Cluster
-from .memory import count_parameters
-from .vocabulary import padded_vocab_size
+from .memory import padded_vocab_size, parameters_by_class
 
 #: Widths are multiples of this, so that each of 8 tensor-parallel ranks has whole heads of width 128.
 _WIDTH_STEP = 1024
@@ -35,9 +34,7 @@ def largest_model(config: Config, cluster: Cluster) -> Config | None:
 
 def num_parameters(config: Config) -> int:
     """Parameters of the whole model."""
-    vocab = padded_vocab_size(config)
-    counts = count_parameters(config.model, vocab)
-    return counts.linear + counts.matrix + counts.vector
+    return sum(parameters_by_class(config, padded_vocab_size(config)).values())
 
 
 def _sizes(config: Config, width: int, cluster: Cluster) -> list[tuple[int, int]]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 from ..config.checks import ConfigError, check_config
+from ..config.pipeline_layout import pipeline_layout
 from ..config.schema import Config, ParallelConfig
 from .activations import PeakBytes, predict_peak
-from .speed import H200, GpuRates, StepSeconds, has_rates, predict_step
-from .vocabulary import padded_vocab_size
+from .memory import padded_vocab_size
+from .speed import H200, GpuRates, StepSeconds, predict_step, why_no_time
 
 #: The largest share of a GPU's memory that a predicted peak may take. Prediction and peak differ by up to 2.5%, and the
 #: CUDA context, NCCL and fragmentation take memory that the prediction does not count.
@@ -67,7 +69,7 @@ class Layout:
         config: the configuration of the run.
         stage: the pipeline stage with the largest peak, which `peak` is of.
         records: steps are recorded as a CUDA graph.
-        step: None if the precision's kernels have no measured rates.
+        step: None if it is not predicted (`speed.why_no_time`).
     """
 
     config: Config
@@ -78,7 +80,7 @@ class Layout:
 
 
 def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], bool]) -> list[Layout]:
-    """The layouts that fit, the fastest first; without measured rates, the one with the smallest peak first.
+    """The layouts that fit, the fastest first; behind them those without a predicted step, the smallest peak first.
 
     The configuration's own layout is one. Tensor- and pipeline-parallel sizes, the micro-batch and recomputation (of
     nothing, MLPs, or whole layers) vary. All else is the configuration's, the global batch and the context-parallel
@@ -102,7 +104,7 @@ def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], b
             found.append(layout)
     if not is_valid:
         check_config(config, cluster.gpus, on_this_machine=False)
-    return sorted(found, key=lambda layout: (layout.step.total if layout.step else 0.0, layout.peak.total))
+    return sorted(found, key=lambda layout: (layout.step.total if layout.step else math.inf, layout.peak.total))
 
 
 def better_accumulation(layout: Layout, cluster: Cluster) -> Layout | None:
@@ -164,7 +166,7 @@ def _with_stages(config: Config, size: int) -> ParallelConfig:
 def _divides_layers(config: Config, size: int) -> bool:
     """Whether the layers can be divided over `size` stages."""
     try:
-        _with_stages(config, size).pipeline_layout(config.model.num_layers)
+        pipeline_layout(_with_stages(config, size), config.model.num_layers)
     except ValueError:
         return False
     return True
@@ -180,7 +182,7 @@ def _laid_out(
         global_batch_size=batch,
         **{**_NONE, **recomputation},
     )
-    layout = parallel.pipeline_layout(config.model.num_layers)
+    layout = pipeline_layout(parallel, config.model.num_layers)
     most = max(len(layout.layers_of(stage)) for stage in range(pp))
     kept = min(config.precision.keep_fp8_transpose_cache, most)
     largest = max(len(chunk) for stage in layout.chunks for chunk in stage)
@@ -197,7 +199,7 @@ def _fitted(config: Config, cluster: Cluster, records: bool) -> Layout | None:
         stage, peak = largest_peak(config, cluster.gpus, records=with_recording)
         if peak.total <= room:
             step = None
-            if has_rates(config):
+            if why_no_time(config) is None:
                 step = predict_step(
                     config,
                     padded_vocab_size(config),

@@ -2,64 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from ..config.schema import Config, ModelConfig
+from ..config.schema import Config, PrecisionConfig
+from ..data import tokenizer
 from ..dtypes import GRAD_BLOCK, STATE_BLOCK, StorageDtype
+from ..models.registry import architecture_of
 from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.partition import PLACE_BYTES, StorageClass
 from ..sharding.storage import ModelStorage
-from .storage import model_storage
+
+#: GPT-2's, for a model whose tokenizer gives the size.
+_GPT2_VOCAB_SIZE = 50257
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Parameters of one model-parallel rank, grouped by their storage when every layer is in FP8."""
-
-    linear: int
-    matrix: int
-    vector: int
+def vocab_size(config: Config) -> int:
+    """Tokens of the vocabulary: the configuration's, or GPT-2's if the tokenizer gives it."""
+    return _GPT2_VOCAB_SIZE if config.model.vocab_size is None else config.model.vocab_size
 
 
-def count_parameters(
-    model: ModelConfig,
-    padded_vocab_size: int,
-    *,
-    tensor_parallel_size: int = 1,
-    num_layers: int | None = None,
-    is_first: bool = True,
-    is_last: bool = True,
-) -> ParameterCounts:
-    """Parameters of one rank of a pipeline stage; by default, of the whole model.
+def padded_vocab_size(config: Config) -> int:
+    """Rows of the embedding."""
+    tp = config.parallel.tensor_model_parallel_size
+    return tokenizer.padded_vocab_size(vocab_size(config), config.model.make_vocab_size_divisible_by, tp)
+
+
+def model_storage(precision: PrecisionConfig, num_micro_batches: int, *, is_trained: bool = True) -> ModelStorage:
+    """Storage formats of a model.
 
     Args:
-        num_layers: of the stage.
-        is_first, is_last: whether the stage has the embedding, and the final norm and the head.
-        padded_vocab_size: of the whole model, a multiple of `tensor_parallel_size`.
+        num_micro_batches: gradients that each parameter receives per step.
+        is_trained: False for --skip-train.
     """
-    hidden, ffn, tp = model.hidden_size, model.padded_ffn_hidden_size, tensor_parallel_size
-    queries = model.num_attention_heads * model.head_dim
-    qkv = queries + 2 * model.query_groups * model.head_dim
-    up = 2 * ffn if model.is_gated else ffn
-    norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
-    has_bias = not model.disable_bias_linear
-    linear = (hidden * qkv + queries * hidden + hidden * up + ffn * hidden) // tp
-    vector = 2 * norm + has_bias * (qkv // tp + hidden + up // tp + hidden)
-    if model.add_qkv_bias and not has_bias:
-        vector += qkv // tp
-    if model.qk_layernorm:
-        vector += 2 * model.head_dim * (1 if model.normalization == "RMSNorm" else 2)
-    layers = model.num_layers if num_layers is None else num_layers
-    embedding = padded_vocab_size // tp * hidden
-    matrix = 0
-    if is_first:
-        matrix += embedding
-        if model.position_embedding_type == "learned_absolute":
-            matrix += (model.max_position_embeddings or model.seq_length) * hidden
-    if is_last and (model.untie_embeddings_and_output_weights or not is_first):
-        matrix += embedding
-    return ParameterCounts(layers * linear, matrix, layers * vector + is_last * norm)
+    accumulator = precision.grad_accumulation_dtype
+    return ModelStorage(
+        precision.formats,
+        has_fp8_layers=precision.is_fp8,
+        num_micro_batches=num_micro_batches,
+        adds_locally=precision.grad_accumulation == "local",
+        accumulator=None if accumulator is None else StorageDtype(accumulator),
+        releases_gradients=precision.release_gradients,
+        is_trained=is_trained,
+    )
 
 
 def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0) -> MemoryByKind:
@@ -78,30 +60,35 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     return MemoryByKind(linear, rest)
 
 
-def parameters_by_class(config: Config, padded_vocab_size: int, *, stage: int = 0) -> dict[StorageClass, int]:
-    """Parameters of a rank of pipeline stage `stage` by the way they are stored."""
-    parallel, layers = config.parallel, config.layers_of_stage(stage)
-    counts = count_parameters(
-        config.model,
-        padded_vocab_size,
-        tensor_parallel_size=parallel.tensor_model_parallel_size,
-        num_layers=len(layers),
-        is_first=stage == 0,
-        is_last=stage == parallel.pipeline_model_parallel_size - 1,
-    )
-    return _by_class(counts, config, layers)
+def parameters_by_class(config: Config, padded_vocab_size: int, *, stage: int | None = None) -> dict[StorageClass, int]:
+    """Parameters by the way they are stored: of a rank of pipeline stage `stage`, or of the whole model (None).
+
+    Linear layers outside FP8 are stored as matrices.
+    """
+    model, tp, layers = config.model, 1, list(range(config.model.num_layers))
+    ends = {"is_first": True, "is_last": True}
+    if stage is not None:
+        tp, layers = config.parallel.tensor_model_parallel_size, config.layers_of_stage(stage)
+        ends = {"is_first": stage == 0, "is_last": stage == config.parallel.pipeline_model_parallel_size - 1}
+    num_fp8 = sum(map(config.is_fp8_layer, layers))
+    counts = {StorageClass.LINEAR: 0, StorageClass.MATRIX: 0, StorageClass.VECTOR: 0}
+    for row in architecture_of(model).parameters(model, padded_vocab_size):
+        numel, copies = row.numel_of_rank(tp), row.copies(len(layers), **ends)
+        in_fp8 = num_fp8 if row.is_linear else 0
+        counts[StorageClass.LINEAR] += in_fp8 * numel
+        counts[StorageClass.MATRIX if len(row.shape) > 1 else StorageClass.VECTOR] += (copies - in_fp8) * numel
+    return counts
 
 
 def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:
     """Predicted bytes of the tensors of one checkpoint, of all ranks together."""
-    model = config.model
-    counts = count_parameters(model, padded_vocab_size)
+    by_class = parameters_by_class(config, padded_vocab_size)
     if config.checkpoint.ckpt_state_dtype == "fp32":
         num_kinds = 3 if config.checkpoint.save_optim else 1
-        return num_kinds * StorageDtype.FP32.itemsize * (counts.linear + counts.matrix + counts.vector)
+        return num_kinds * StorageDtype.FP32.itemsize * sum(by_class.values())
     stored = model_storage(config.precision, num_micro_batches=1)
     total = 0
-    for storage, count in _by_class(counts, config, range(model.num_layers)).items():
+    for storage, count in by_class.items():
         formats = stored.of_state(storage)
         master = formats.master_weight or formats.weight
         moments = (formats.exp_avg, formats.exp_avg_sq) if config.checkpoint.save_optim else ()
@@ -110,17 +97,6 @@ def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:
         if master is StorageDtype.SPLIT:
             total += count * formats.weight.itemsize
     return total
-
-
-def _by_class(counts: ParameterCounts, config: Config, layers: Sequence[int]) -> dict[StorageClass, int]:
-    """Parameters of some layers by the way they are stored: linear layers outside FP8 are stored as matrices."""
-    per_layer = counts.linear // max(len(layers), 1)
-    in_16_bits = sum(not config.is_fp8_layer(layer) for layer in layers) * per_layer
-    return {
-        StorageClass.LINEAR: counts.linear - in_16_bits,
-        StorageClass.MATRIX: counts.matrix + in_16_bits,
-        StorageClass.VECTOR: counts.vector,
-    }
 
 
 def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: int) -> StorageBytes:

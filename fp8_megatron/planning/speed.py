@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from ..config.schema import Config
 from ..dtypes import StorageDtype
+from ..models.architecture import LayerShape
+from ..models.registry import architecture_of
 from ..reporting.flops import layer_flops, linear_params_per_layer
 from ..sharding.partition import StorageClass
-from .memory import parameters_by_class
-from .storage import model_storage
+from .memory import model_storage, parameters_by_class
 from .wire import predict_wire_bytes, stage_message_bytes
 
 
@@ -142,7 +143,7 @@ H100 = H200.with_memory("H100", 3.35 / 4.8)
 RATES = {rates.name.lower(): rates for rates in (H100, H200)}
 #: Attention's forward over forward and backward (attention_h200.json).
 _ATTENTION_FORWARD = 0.25
-#: Below this, GPT-345M's steps of 4 sequences took 15 to 27% longer than predicted (docs/planning.md).
+#: Kernels of smaller layers reach lower rates than those: GPT-345M's steps of 4 sequences took 15 to 27% longer.
 _SMALL_LAYER_FLOPS = 1e12
 
 
@@ -178,7 +179,7 @@ class StepSeconds:
 
 def unmeasured(config: Config, *, world_size: int, gpus_per_node: int, rates: GpuRates = H200) -> list[str]:
     """What of a configuration no recorded step time vouches for, in words."""
-    parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    parallel, tp, shape = config.parallel, config.parallel.tensor_model_parallel_size, _shape(config)
     exchanges = tp > 1 or parallel.context_parallel_size > 1
     return [
         text
@@ -192,30 +193,40 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int, rates: Gp
                 parallel.context_parallel_size > 1 and parallel.cp_comm_type == "all_gather",
             ),
             ("tensor parallelism in 16 bits", tp > 1 and not config.precision.is_fp8),
-            ("layers of under 1 TFLOP, whose kernels are slower", layer_flops(config) < _SMALL_LAYER_FLOPS),
             ("recomputation", config.training.recompute_granularity is not None),
             ("copies to the host, which count as hidden", config.training.cpu_offloading_num_layers > 0),
             ("MLPs over chunks", config.training.mlp_chunks_for_training > 1),
             ("the loss over chunks", config.training.loss_chunk_size is not None),
-            ("squared ReLU", config.model.squared_relu),
-            ("quick GEGLU", config.model.quick_geglu),
-            ("a window, of which attention saves nothing here", config.model.window_size is not None),
+            ("squared ReLU", shape.activation == "squared_relu"),
+            ("quick GEGLU", shape.activation == "quick_geglu"),
+            ("a window, of which attention saves nothing here", shape.has_windows),
             ("documents, of which attention saves nothing here", config.data.keeps_documents_apart),
             (
-                f"heads of width {config.model.head_dim}",
-                config.model.head_dim not in {width for width, _ in H200.attention_flops},
+                f"heads of width {shape.head}",
+                shape.head not in {width for width, _ in H200.attention_flops},
             ),
         )
         if applies
     ]
 
 
-def has_rates(config: Config) -> bool:
-    """Whether the precision's kernels have measured rates: BF16 and FP16, FP8 with one scale a tensor."""
+def _shape(config: Config) -> LayerShape:
+    return architecture_of(config.model).layer_shape(config.model)
+
+
+def why_no_time(config: Config) -> str | None:
+    """Why the time of a configuration's steps is not predicted; None if it is.
+
+    Rates are those of BF16 and FP16, and of FP8 with one scale a tensor.
+    """
     precision = config.precision
-    if precision.is_fp8:
-        return precision.fp8_recipe in ("delayed", "tensorwise")
-    return precision.precision in ("bf16", "fp16")
+    has_rates = precision.fp8_recipe in ("delayed", "tensorwise") if precision.is_fp8 else precision.precision != "te"
+    if not has_rates:
+        name = f"fp8_recipe({precision.fp8_recipe})" if precision.is_fp8 else precision.precision
+        return f"no rates of {name} were measured"
+    if layer_flops(config) < _SMALL_LAYER_FLOPS:
+        return "layers have under 1 TFLOP a micro-batch, and their kernels reach lower rates than were measured"
+    return None
 
 
 def predict_step(
@@ -234,10 +245,11 @@ def predict_step(
         network_bytes: bytes/s that a GPU sends to GPUs of other nodes.
 
     Raises:
-        ValueError: `has_rates` is false.
+        ValueError: there is a reason for no prediction (`why_no_time`).
     """
-    if not has_rates(config):
-        raise ValueError(f"no step of {config.precision.level} was profiled")
+    reason = why_no_time(config)
+    if reason is not None:
+        raise ValueError(reason)
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     num_micro_batches = config.num_micro_batches(world_size)
@@ -292,25 +304,24 @@ def _slowest_stage(
 def _stage_seconds(
     config: Config, stage: int, vocab: int, num_micro_batches: int, context_bytes: float, rates: GpuRates
 ) -> _StageSeconds:
-    parallel, model = config.parallel, config.model
-    tp = parallel.tensor_model_parallel_size
+    tp, hidden = config.parallel.tensor_model_parallel_size, _shape(config).stream
     tokens = config.tokens_per_micro_batch
     layers = config.layers_of_stage(stage)
-    rows = vocab if stage == parallel.pipeline_model_parallel_size - 1 else 0
+    rows = vocab if stage == config.parallel.pipeline_model_parallel_size - 1 else 0
     num_fp8 = sum(config.is_fp8_layer(layer) for layer in layers)
     training = config.training
     forwards = 4 / 3 if training.recompute_granularity == "full" else 1.0
     attends_again = "core_attn" in training.recomputed_modules or training.recompute_granularity == "full"
     attended = 1 + _ATTENTION_FORWARD if attends_again else 1.0
     gemms = num_micro_batches * _gemms(config, rows, tokens, len(layers), num_fp8, forwards, rates)
-    per_layer = 6 * tokens * model.seq_length * model.num_attention_heads * model.head_dim / tp
+    per_layer = 6 * tokens * config.model.seq_length * _shape(config).queries / tp
     attention = num_micro_batches * len(layers) * attended * per_layer / _attention_flops(config, rates)
     elements = num_micro_batches * (
         forwards * _elements(config, tokens, len(layers), num_fp8, rates)
         + _transposes(config, len(layers), num_fp8, num_micro_batches, rates)
         + tokens * rows / tp * rates.loss
     )
-    exchanges = num_micro_batches * len(layers) * forwards * tokens * model.hidden_size * _exchange(config, rates)
+    exchanges = num_micro_batches * len(layers) * forwards * tokens * hidden * _exchange(config, rates)
     context = num_micro_batches * len(layers) * attended * _context_bytes(config, tokens) / context_bytes
     return _StageSeconds(gemms, attention, elements, exchanges, context)
 
@@ -319,13 +330,13 @@ def _gemms(
     config: Config, vocab: int, tokens: int, num_layers: int, num_fp8: int, forwards: float, rates: GpuRates
 ) -> float:
     """Seconds of the GEMMs of one micro-batch: forward, input gradient and weight gradient."""
-    tp, model = config.parallel.tensor_model_parallel_size, config.model
-    layer = forwards * 6 * tokens * linear_params_per_layer(model) / tp
+    tp, shape = config.parallel.tensor_model_parallel_size, _shape(config)
+    layer = forwards * 6 * tokens * linear_params_per_layer(config.model) / tp
     # 16-bit layers also compute the MLP's second GEMM again.
     if "mlp" in config.training.recomputed_modules or config.training.mlp_chunks_for_training > 1:
-        layer += 2 * tokens * model.hidden_size * model.padded_ffn_hidden_size * (2 if model.is_gated else 1) / tp
+        layer += 2 * tokens * shape.stream * shape.mlp_input / tp
     # Over chunks, backward computes the logits again.
-    head = (6 if config.training.loss_chunk_size is None else 8) * tokens * model.hidden_size * vocab / tp
+    head = (6 if config.training.loss_chunk_size is None else 8) * tokens * shape.stream * vocab / tp
     head_flops = rates.fp8_gemm_flops if config.has_fp8_lm_head else rates.half_gemm_flops
     fp8, half = num_fp8 * layer / rates.fp8_gemm_flops, (num_layers - num_fp8) * layer / rates.half_gemm_flops
     return fp8 + half + head / head_flops
@@ -333,9 +344,9 @@ def _gemms(
 
 def _attention_flops(config: Config, rates: GpuRates) -> float:
     """The rate of the nearest width that was measured, and of the nearest length there."""
-    model = config.model
+    width, length = _shape(config).head, config.model.seq_length
     measured = rates.fp8_attention_flops if config.precision.fp8_dot_product_attention else rates.attention_flops
-    return measured[min(measured, key=lambda at: (abs(at[0] - model.head_dim), abs(at[1] - model.seq_length)))]
+    return measured[min(measured, key=lambda at: (abs(at[0] - width), abs(at[1] - length)))]
 
 
 def _context_bytes(config: Config, tokens: int) -> float:
@@ -345,9 +356,8 @@ def _context_bytes(config: Config, tokens: int) -> float:
     Args:
         tokens: of the rank, in a micro-batch.
     """
-    model, parallel = config.model, config.parallel
-    ranks = parallel.context_parallel_size
-    queries, keys = (number * model.head_dim for number in (model.num_attention_heads, model.query_groups))
+    parallel, shape = config.parallel, _shape(config)
+    ranks, queries, keys = parallel.context_parallel_size, shape.queries, shape.keys
     if parallel.cp_comm_type == "a2a":  # query, key, value and output, and their gradients
         elements = 2.0 * (2 * queries + 2 * keys) * (ranks - 1) / ranks
         each = 1 if config.precision.fp8_dot_product_attention else 2
@@ -362,13 +372,12 @@ def _context_bytes(config: Config, tokens: int) -> float:
 
 def _elements(config: Config, tokens: int, num_layers: int, num_fp8: int, rates: GpuRates) -> float:
     """Seconds of the kernels between the GEMMs of one micro-batch."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    shape, tp = _shape(config), config.parallel.tensor_model_parallel_size
     kernels = rates.delayed if config.precision.fp8_recipe == "delayed" else rates.tensorwise
-    qkv = (model.num_attention_heads + 2 * model.query_groups) * model.head_dim
-    per_token = kernels.stream * model.hidden_size + kernels.qkv * qkv
-    per_token += (kernels.swiglu if model.is_gated else kernels.gelu) * model.padded_ffn_hidden_size
-    per_token += rates.fp8_other * model.hidden_size
-    half = rates.half_stream * model.hidden_size
+    per_token = kernels.stream * shape.stream + kernels.qkv * (shape.queries + 2 * shape.keys)
+    per_token += (kernels.swiglu if shape.is_gated else kernels.gelu) * shape.mlp
+    per_token += rates.fp8_other * shape.stream
+    half = rates.half_stream * shape.stream
     return tokens * (num_fp8 * per_token + (num_layers - num_fp8) * half) / tp
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from ..collectives.packed import packed_bytes
 from ..config.schema import Config
 from ..dtypes import GRAD_BLOCK, StorageDtype
-from .memory import parameters_by_class
-from .storage import model_storage
+from .memory import model_storage, parameters_by_class
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def predict_wire_bytes(config: Config, padded_vocab_size: int, *, world_size: in
 def stage_message_bytes(config: Config) -> int:
     """Bytes of one micro-batch's activations that a rank sends to the next stage; their gradients have as many."""
     parallel = config.parallel
-    shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    shards = parallel.sequence_shares
     values = config.tokens_per_micro_batch // shards * config.model.hidden_size
     return packed_bytes(values) if config.precision.fp8_pipeline_communication else 2 * values
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..config.precision import Precision
 from ..config.schema import Config, ModelConfig
+from ..models.registry import architecture_of
 
 #: How `model_flops_per_token` counts core attention, as logs name it: ``FLOPS_CONVENTION[causal]``.
 FLOPS_CONVENTION = {False: "full attention", True: "causal attention"}
@@ -29,32 +30,22 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 
 
 def linear_params_per_layer(model: ModelConfig) -> int:
-    """Elements of one layer's matrices: QKV (grouped or not), attention output, MLP (gated or not); no biases."""
-    query_width = model.num_attention_heads * model.head_dim
-    key_value_width = 2 * model.query_groups * model.head_dim
-    attention = model.hidden_size * (query_width + key_value_width) + query_width * model.hidden_size
-    num_mlp_matrices = 3 if model.is_gated else 2
-    return attention + num_mlp_matrices * model.hidden_size * model.padded_ffn_hidden_size
+    """Elements of one layer's matrices that a token is multiplied with; no biases."""
+    return sum(row.numel for row in architecture_of(model).parameters(model, 0) if row.is_linear)
 
 
 def model_flops_per_token(model: ModelConfig, *, causal: bool, padded_vocab_size: int) -> float:
     """FLOPs of forward and backward for one token of a sequence of ``model.seq_length``.
 
-    ``3 · (2 · linear params + 2 · hidden · vocabulary + layers · attention)``: the backward of a GEMM costs two
-    forwards. Attention is two GEMMs of ``2 · seq · heads · head_dim`` per token and layer with ``causal=False``, the
-    convention of all TFLOP/s that Megatron and FP8-LM (arXiv 2310.18313) publish. ``causal=True`` gives half of
-    that: it counts only the positions that a token sees, also of a window. With --reset-attention-mask both are upper
-    bounds: how many positions a token sees depends on the text.
+    ``3 · (2 · linear params + 2 · hidden · vocabulary + attention)``: the backward of a GEMM costs two forwards. How
+    attention counts: `Architecture.attention_flops`.
 
     Args:
         padded_vocab_size: rows of the LM head. The head is counted whether or not it is tied.
     """
     linear = 2 * model.num_layers * linear_params_per_layer(model)
     head = 2 * model.hidden_size * padded_vocab_size
-    seen = sum(_seen_positions(model.seq_length, window) for window in model.windows)
-    positions = seen if causal else model.num_layers * model.seq_length
-    attention = 2 * 2 * positions * model.num_attention_heads * model.head_dim
-    return 3.0 * (linear + head + attention)
+    return 3.0 * (linear + head + architecture_of(model).attention_flops(model, causal=causal))
 
 
 def layer_flops(config: Config) -> float:
@@ -62,15 +53,6 @@ def layer_flops(config: Config) -> float:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     per_token = model_flops_per_token(model, causal=False, padded_vocab_size=0) / model.num_layers
     return config.tokens_per_micro_batch * per_token / tp
-
-
-def _seen_positions(seq_length: int, window: int | None) -> float:
-    """Positions that a token of a sequence sees on average: half of it, or fewer under a window.
-
-    As half counts the diagonal by half, so does a window: w + 1 positions, of which early tokens lack a triangle.
-    """
-    width = seq_length if window is None else min(window + 1, seq_length)
-    return width - width * width / (2 * seq_length)
 
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:

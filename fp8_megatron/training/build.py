@@ -22,7 +22,7 @@ from ..mcore.topology import Topology, is_embedding_or_output
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.hyperparameters import AdamW
 from ..optimizer.loss_scale import LossScale
-from ..planning.storage import model_storage
+from ..planning.memory import model_storage
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.cast_report import SlotNames
 from ..quantization.recipe import Recipe

@@ -28,7 +28,7 @@ from ..data.document_bounds import NUM_TOKENS
 from ..dtypes import GradReduceMode
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import initialized
-from ..planning.vocabulary import padded_vocab_size, vocab_size
+from ..planning.memory import padded_vocab_size, vocab_size
 from ..quantization.scaled_tensor import ScaledTensor
 from ..reporting.memory_report import StorageBytes
 from .batches import Batch

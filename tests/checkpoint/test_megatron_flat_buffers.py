@@ -16,8 +16,9 @@ from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.megatron_layout import Name
 from fp8_megatron.checkpoint.megatron_torch_dist import TorchDist
 from fp8_megatron.checkpoint.torch_dist import Chunk, write_chunks, write_metadata
-from fp8_megatron.checkpoint.weights import places, weight_shapes
+from fp8_megatron.checkpoint.weights import places
 from fp8_megatron.config.model import ModelConfig
+from fp8_megatron.models.registry import weight_shapes
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE
 
 KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

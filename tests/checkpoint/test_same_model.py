@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fp8_megatron.checkpoint.same_model import (
-    COMPUTED,
     NO_SETTING,
     first_difference,
     model_settings,
@@ -18,6 +17,7 @@ from fp8_megatron.checkpoint.same_model import (
 from fp8_megatron.config.megatron_flags import Kind, megatron_options
 from fp8_megatron.config.model import ModelConfig
 from fp8_megatron.config.words import decimal
+from fp8_megatron.models.decoder import computed_settings
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE
 
 YARN = replace(LLAMA_STYLE, position_embedding_type="yarn", rotary_scaling_factor=4.0)
@@ -50,16 +50,16 @@ FREE = {
 
 
 def test_every_setting_of_the_model_has_its_place() -> None:
-    """A new one joins `COMPUTED`, or the sets above."""
+    """A new one joins `computed_settings`, or the sets above."""
     names = [field.name for field in fields(ModelConfig)]
-    assert sorted(names) == sorted([*COMPUTED, *SHOWN, *FREE])
+    assert sorted(names) == sorted([*computed_settings, *SHOWN, *FREE])
 
 
 @pytest.mark.parametrize("name", NO_SETTING)
 def test_arguments_without_a_setting(name: str) -> None:
     """Each is an option that is refused, and its default changes nothing."""
     option = megatron_options()[name]
-    assert option.kind is Kind.CANNOT, f"--{name} is built: remove its row, and name its setting in COMPUTED"
+    assert option.kind is Kind.CANNOT, f"--{name} is built: remove its row, and name its setting in computed_settings"
     default: object = option.default or (False if option.arity == "0" else None)
     if isinstance(default, str) and default[0].isdigit():
         default = decimal(default)
@@ -115,7 +115,7 @@ def test_differences(arguments: dict[str, object], model: ModelConfig, flag: str
     found = first_difference(settings_of_arguments(arguments), model)
     assert found is not None and found.flag == flag
     word = flag.split()[0].removeprefix("--").removeprefix("no-")
-    (name,) = [name for name in COMPUTED if name.replace("_", "-") == word]
+    (name,) = [name for name in computed_settings if name.replace("_", "-") == word]
     assert found.sentence(FOLDER, "--config", "correct it") == (
         f"iter_0000003 was saved with {name}({found.saved}), --config has {name}({getattr(model, name)}), under which "
         "those weights compute something else; correct it"

@@ -79,11 +79,16 @@ def test_levels_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_host_that_may_be_too_slow_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Several nodes are not recorded, and GPT-345M's layers are shorter than Python's launches."""
-    words = f"--gpus 16 -- --config {CONFIGS}/gpt_345m.yaml --micro-batch-size 2 --global-batch-size 32"
+    """Several nodes are not recorded, and GPT-1.3B's layers may be shorter than Python's launches. Those of GPT-125M
+    have no time."""
+    words = f"--gpus 16 -- --config {CONFIGS}/gpt_1.3b.yaml --micro-batch-size 2 --global-batch-size 32"
     assert plan.main(words.split()) == 0
     out = capsys.readouterr().out
-    assert "more than one node" in out and "launches by Python, which may be slower than these kernels" in out
+    assert "more than one node" in out and "≥: Python launches these steps" in out and "≥" in out.split("the first")[0]
+    words = f"--gpus 16 -- --config {CONFIGS}/gpt_125m.yaml --micro-batch-size 1 --global-batch-size 16"
+    assert plan.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "no step times: layers have under 1 TFLOP" in out and _rows(out)[0][-2:] == ["-", "-"]
 
 
 def test_the_largest_models_by_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def test_what_works_passes(flags: str) -> None:
         (CP4 + "--bf16 --cp-comm-type all_gather --fp8-context-communication", "fp8_context_communication is for"),
         (CP4 + "--window-size 5,0", "context_parallel_size(4) does not support windows; drop window_size(5,0), or"),
         (CP4 + "--attention-dropout 0.1", "context_parallel_size(4) does not support attention dropout; give"),
-        (CP4 + "--kv-channels 36 --bf16", "takes heads of a multiple of 8 columns up to 256, not 36; choose another"),
+        (CP4 + "--kv-channels 36 --bf16", "whose heads have a multiple of 8 columns up to 256, not 36; choose another"),
         (CP4 + "--kv-channels 256 --attention-backend cudnn", "runs FlashAttention's kernels for heads of 256"),
         (CP4 + "--deterministic-mode --attention-backend cudnn", "context_parallel_size(4) has no"),
         (CP4 + "--cp-comm-type a2a --group-query-attention --num-query-groups 2", "cp_comm_type(a2a): num_query_grou"),

@@ -19,26 +19,19 @@ from safetensors.torch import load_file, save_file
 
 from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
-from fp8_megatron.checkpoint.weights import (
-    FC1,
-    OUTPUT_LAYER,
-    WORD_EMBEDDING,
-    Repadded,
-    TorchDistWeights,
-    WeightReader,
-    places,
-    weight_shapes,
-    with_vocab_rows,
-)
-from fp8_megatron.config.schema import Config
+from fp8_megatron.checkpoint.weights import Repadded, TorchDistWeights, WeightReader, places, with_vocab_rows
+from fp8_megatron.config.schema import Config, ModelConfig
 from fp8_megatron.conversion.conversion import Format, Source, find_format, open_source
-from fp8_megatron.conversion.hugging_face import Family, Heads
-from fp8_megatron.conversion.hugging_face_config import family_of, json_from_model, model_from_json
 from fp8_megatron.conversion.hugging_face_folder import Export, HuggingFaceWeights, write_hugging_face
 from fp8_megatron.conversion.hugging_face_fp8 import FP8Layout
 from fp8_megatron.conversion.logits import logits_of_folder, logits_of_weights, random_tokens
 from fp8_megatron.conversion.torch_dist_writer import write_torch_dist
 from fp8_megatron.dtypes import E4M3
+from fp8_megatron.models.decoder.hugging_face_config import family_of, json_from_model
+from fp8_megatron.models.decoder.hugging_face_rules import MISTRAL, Heads
+from fp8_megatron.models.decoder.table import FC1
+from fp8_megatron.models.keys import OUTPUT_LAYER, WORD_EMBEDDING
+from fp8_megatron.models.registry import hugging_face_of_json, weight_shapes
 from tests.harness.hugging_face_models import MODELS, READ_MODELS, VOCAB_SIZE, load_logits, make_model, save_model
 
 TOKENS = random_tokens(VOCAB_SIZE, batch_size=2, length=32, seed=1)
@@ -51,6 +44,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every model of MODELS as transformers saves it, in shards."""
     root = tmp_path_factory.mktemp("hugging_face")
     return {name: save_model(make_model(name), root / name, max_shard_size="60KB") for name in MODELS}
+
+
+def model_from_json(settings: dict[str, Any]) -> ModelConfig:
+    return hugging_face_of_json(settings).model_from_json(settings)
 
 
 def differ_by(a: Tensor, b: Tensor) -> float:
@@ -353,7 +350,7 @@ def test_a_model_between_the_architectures_says_what_stands_against_each() -> No
         family_of(replace(qwen, add_qkv_bias=True))
     settings = {**LLAMA_JSON, "model_type": "mistral", "num_key_value_heads": 2, "attention_bias": False}
     mistral = model_from_json(settings)
-    assert mistral.window_size == "4095,0" and family_of(mistral) is Family.MISTRAL
+    assert mistral.window_size == "4095,0" and family_of(mistral) is MISTRAL
     with pytest.raises(CheckpointError, match=r"llama: window_size\(4095,0\); .*mistral: layers without a window;"):
         family_of(replace(mistral, window_attn_skip_freq="2"))
     both = replace(model_from_json(LLAMA_JSON), use_rope_scaling=True, rotary_seq_len_interpolation_factor=2)

@@ -15,15 +15,17 @@ pytest.importorskip("transformers", reason="models are made and compared with tr
 from safetensors.torch import load_file
 
 from fp8_megatron.checkpoint.files import CheckpointError
-from fp8_megatron.checkpoint.weights import FC1, LINEAR_WEIGHTS, QKV, places
+from fp8_megatron.checkpoint.weights import places
 from fp8_megatron.conversion import hugging_face_fp8 as fp8
-from fp8_megatron.conversion.hugging_face import Rule
-from fp8_megatron.conversion.hugging_face_config import export_rules
 from fp8_megatron.conversion.hugging_face_folder import Export, HuggingFaceWeights, write_hugging_face
 from fp8_megatron.conversion.hugging_face_fp8 import FP8Layout
 from fp8_megatron.conversion.logits import logits_of_weights, random_tokens
 from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops
+from fp8_megatron.models.decoder.hugging_face_config import rules as rules_of_model
+from fp8_megatron.models.decoder.table import FC1, QKV
+from fp8_megatron.models.hugging_face import Rule
+from fp8_megatron.models.registry import is_linear_weight
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.hugging_face_models import MODELS, VOCAB_SIZE, load_logits, make_model, save_model
 
@@ -54,7 +56,7 @@ def test_fp8_export_is_read_back(tmp_path: Path, layout: FP8Layout) -> None:
     again = HuggingFaceWeights(tmp_path / "out")
     for key, layer in places(weights.shapes):
         before, after = weights.read(key, layer), again.read(key, layer)
-        if key in LINEAR_WEIGHTS:
+        if is_linear_weight(key):
             # E4M3 of normal weights: 31.5 dB; BF16: 50 and more.
             low, high = (30.0, 34.0) if layer != 1 else (48.0, 60.0)
             assert low < snr_db(after, before) < high, (key, layer)
@@ -74,7 +76,7 @@ def test_per_tensor_payload_is_the_weight_that_training_holds(tmp_path: Path) ->
         tmp_path / "out", weights, weights.model, VOCAB_SIZE, Export(torch.bfloat16, FP8Layout.COMPRESSED_TENSORS)
     )
     stored = _tensors(tmp_path / "out")
-    rules: dict[str, Rule] = {rule.key: rule for rule in export_rules(weights.model, VOCAB_SIZE)}
+    rules: dict[str, Rule] = {rule.key: rule for rule in rules_of_model(weights.model, VOCAB_SIZE)}
     for key in (QKV + "weight", FC1 + "weight"):
         payload, _, scale = ops.quantize_current(weights.read(key, 2), E4M3)
         names = rules[key].names_of(2)

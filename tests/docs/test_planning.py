@@ -8,8 +8,8 @@ import pytest
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.planning.layouts import largest_peak
+from fp8_megatron.planning.memory import padded_vocab_size
 from fp8_megatron.planning.speed import predict_step
-from fp8_megatron.planning.vocabulary import padded_vocab_size
 from tests.docs.documents import ROOT
 from tests.planning.recorded_runs import recorded_runs
 

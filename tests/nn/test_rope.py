@@ -8,6 +8,7 @@ from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
+from fp8_megatron.config.model import ModelConfig
 from fp8_megatron.kernels.ops import Rotation
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.nn.rope import Yarn, cos_sin_table, rope_frequencies, split_rotated
@@ -73,7 +74,7 @@ def test_scaled_frequencies_are_transformers_and_megatrons(name: str) -> None:
 YARNS = {
     "qwen2.5": (128, 1_000_000, Yarn(4.0, 32768)),
     "gpt-oss": (64, 150_000, Yarn(32.0, 4096, rounds_range=False)),
-    "deepseek": (64, 10_000, Yarn(40.0, 4096, mscale=1.0, mscale_all_dim=0.5)),
+    "deepseek": (64, 10_000, Yarn(40.0, 4096)),
     "one_pair": (32, 10_000, Yarn(2.0, 64, 10.0, 9.9, rounds_range=False)),
     "short": (32, 10_000, Yarn(8.0, 16)),
     "long": (16, 50, Yarn(8.0, 4096, 64.0, 2.0)),
@@ -84,6 +85,10 @@ YARNS = {
 def test_yarn_is_megatrons_and_transformers(name: str) -> None:
     """Both compute in FP32: some rounding errors of 2⁻²⁴ each, and an angle of up to 512 rounds by 2⁻¹⁵."""
     width, base, yarn = YARNS[name]
+    mscale_all_dim = 0.5 if name == "deepseek" else 0.0
+    model = ModelConfig(
+        position_embedding_type="yarn", rotary_scaling_factor=yarn.factor, mscale_all_dim=mscale_all_dim
+    )
     frequencies = rope_frequencies(width, base, yarn=yarn)
     with runtime(torch.device("cpu")):
         megatron = YarnRotaryEmbedding(
@@ -94,14 +99,14 @@ def test_yarn_is_megatrons_and_transformers(name: str) -> None:
             original_max_position_embeddings=yarn.original_context,
             beta_fast=yarn.beta_fast,
             beta_slow=yarn.beta_slow,
-            mscale=yarn.mscale,
-            mscale_all_dim=yarn.mscale_all_dim,
+            mscale=model.mscale,
+            mscale_all_dim=mscale_all_dim,
             correction_range_round_to_int=yarn.rounds_range,
         )
         angles, magnitude = megatron(512)
-    assert yarn.magnitude == pytest.approx(magnitude, rel=1e-12)
+    assert model.rope_magnitude == pytest.approx(magnitude, rel=1e-12)
     torch.testing.assert_close(frequencies.float(), angles[1, 0, 0, : width // 2], rtol=1e-6, atol=0)
-    table = cos_sin_table(frequencies, 512, yarn.magnitude)
+    table = cos_sin_table(frequencies, 512, model.rope_magnitude)
     expected = torch.stack([angles.cos(), angles.sin()]) * magnitude
     torch.testing.assert_close(table, expected[:, :, 0, 0, : width // 2].transpose(0, 1), rtol=0, atol=3e-4)
     transformers = pytest.importorskip("transformers", reason="frequencies are compared with transformers'")
@@ -117,13 +122,13 @@ def test_yarn_is_megatrons_and_transformers(name: str) -> None:
             "original_max_position_embeddings": yarn.original_context,
             "beta_fast": yarn.beta_fast,
             "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale_all_dim,
+            "mscale": model.mscale,
+            "mscale_all_dim": mscale_all_dim,
             "truncate": yarn.rounds_range,
         },
     )
     inverse, factor = ROPE_INIT_FUNCTIONS["yarn"](settings, torch.device("cpu"))
-    assert yarn.magnitude == pytest.approx(factor, rel=1e-12)
+    assert model.rope_magnitude == pytest.approx(factor, rel=1e-12)
     torch.testing.assert_close(frequencies.float(), inverse, rtol=1e-6, atol=0)
     plain = rope_frequencies(width, base)
     assert (frequencies <= plain).all() and (frequencies < plain).any()

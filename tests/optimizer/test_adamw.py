@@ -14,7 +14,7 @@ from fp8_megatron.dtypes import E4M3, StorageDtype
 from fp8_megatron.kernels import reference
 from fp8_megatron.optimizer import state as state_module
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
-from fp8_megatron.planning.storage import model_storage
+from fp8_megatron.planning.memory import model_storage
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients

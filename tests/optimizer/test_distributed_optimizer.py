@@ -21,7 +21,7 @@ from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.hyperparameters import AdamW
 from fp8_megatron.optimizer.state import SpaceState
-from fp8_megatron.planning.storage import model_storage
+from fp8_megatron.planning.memory import model_storage
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.data_parallel import DataParallelModule, Exchange, finish_gradients

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.planning.memory import padded_vocab_size
 from fp8_megatron.planning.speed import H100, predict_step
-from fp8_megatron.planning.vocabulary import padded_vocab_size
 from tests.planning.recorded_runs import ROOT, read
 
 

@@ -9,8 +9,9 @@ import pytest
 from fp8_megatron.commands.run_settings import LEVELS
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
-from fp8_megatron.planning.activations import layer_bytes_per_token, predict_host_bytes, predict_peak
-from fp8_megatron.planning.vocabulary import padded_vocab_size
+from fp8_megatron.models.registry import architecture_of
+from fp8_megatron.planning.activations import predict_host_bytes, predict_peak
+from fp8_megatron.planning.memory import padded_vocab_size
 from tests.planning.recorded_runs import ROOT, RecordedRun, read, recorded_runs
 
 #: Runs of code that held more than today's: recordings that held all messages between stages.
@@ -109,7 +110,7 @@ def test_norms_of_query_and_key_keep_their_inputs(fp8_attention: bool, columns: 
     flags = ["--fp8-recipe", "delayed"] + (["--fp8-dot-product-attention"] if fp8_attention else [])
     config = parse_config(["--config", str(ROOT / "configs" / "llama_8b.yaml"), "--mock-data", *flags])
     normed = replace(config, model=replace(config.model, qk_layernorm=True))
-    plain, more = (layer_bytes_per_token(one, is_fp8=True) for one in (config, normed))
+    plain, more = (architecture_of(one.model).kept_bytes(one, 0) for one in (config, normed))
     assert more - plain == 2 * columns
 
 

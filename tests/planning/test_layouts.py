@@ -11,7 +11,7 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
 from fp8_megatron.planning.largest import largest_model, num_parameters
 from fp8_megatron.planning.layouts import ROOM, Cluster, best_layouts, better_accumulation, largest_peak
-from fp8_megatron.planning.vocabulary import padded_vocab_size
+from fp8_megatron.planning.memory import padded_vocab_size
 from tests.planning.recorded_runs import ROOT
 
 FOUR_H200 = Cluster(gpus=4, gpus_per_node=8, memory_bytes=141e9, network_bytes=50e9)
@@ -28,7 +28,8 @@ def _never(config: Config) -> bool:
 def test_layouts_fit_and_are_sorted() -> None:
     layouts = best_layouts(_config("--config configs/gpt_7b.yaml configs/fast.yaml"), FOUR_H200, _never)
     seconds = [layout.step.total for layout in layouts if layout.step]
-    assert len(layouts) == len(seconds) > 20 and seconds == sorted(seconds)
+    assert len(seconds) > 20 and seconds == sorted(seconds)
+    assert not any(layout.step for layout in layouts[len(seconds) :]), "small layers, whose time is not predicted"
     for layout in layouts:
         check_config(layout.config, 4, on_this_machine=False)
         assert layout.peak.total <= ROOM * 141e9 and layout.config.global_batch_size(4) == 64

@@ -9,7 +9,7 @@ import pytest
 
 from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.planning.activations import layer_bytes_per_token
+from fp8_megatron.models.registry import architecture_of
 from fp8_megatron.planning.layouts import ROOM, Cluster, largest_peak
 from fp8_megatron.planning.longest import CHUNK, Longest, longest_sequences
 from tests.planning.recorded_runs import ROOT
@@ -95,5 +95,5 @@ def test_what_a_layer_keeps() -> None:
     ]
     (whole,) = (int(row.split("|")[2].replace(",", "")) for row in text.splitlines() if row.startswith("| all but"))
     config = parse_config(["--config", str(ROOT / "configs" / "llama_8b.yaml"), "--mock-data"])
-    kept = layer_bytes_per_token(config, is_fp8=True)
+    kept = architecture_of(config.model).kept_bytes(config, 0)
     assert kept == sum(quoted) and whole == kept - 2 * config.model.hidden_size

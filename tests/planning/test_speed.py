@@ -9,22 +9,14 @@ import pytest
 
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
-from fp8_megatron.planning.speed import H200, has_rates, layer_flops, predict_step, unmeasured
-from fp8_megatron.planning.vocabulary import padded_vocab_size
+from fp8_megatron.planning.memory import padded_vocab_size
+from fp8_megatron.planning.speed import H200, layer_flops, predict_step, unmeasured
 from fp8_megatron.reporting.flops import linear_params_per_layer
+from fp8_megatron.training.graph_choice import waits_for_host
 from tests.planning.h100_runs import H100_RUNS, H100Run
 from tests.planning.recorded_runs import ROOT, RecordedRun, read, recorded_runs
 
 RUNS = [run for run in recorded_runs() if run.step_ms is not None]
-#: Launched by Python, and the GPU waits for the host. `--cuda-graph-impl auto` records such steps.
-WAITING = {
-    "gpt345m_graph_h200.json: O3-fast, micro-batch 32",
-    "gpt345m_graph_h200.json: O3-fast, micro-batch 4",
-    "gpt345m_micro4_graph_h200.json: O3-fast",
-    "gpt345m_micro4_graph_h200.json: bf16",
-    "gpt7b_4h200_scaling.json: tp-4gpus-tp2, O3-fast",
-    "gpt7b_4h200_scaling.json: tp-4gpus-tp4, O3-fast",
-}
 
 
 def _over_measured(run: RecordedRun) -> float:
@@ -35,24 +27,20 @@ def _over_measured(run: RecordedRun) -> float:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.label)
 def test_a_step_takes_as_long_as_predicted(run: RecordedRun) -> None:
-    """The bands of docs/planning.md; what waits, and what plan calls small, is predicted too short."""
-    ratio = _over_measured(run)
-    if run.label in WAITING:
-        assert ratio < 0.9
-    elif layer_flops(run.config) < 1e12:
-        assert 0.78 < ratio < 1.0
+    """The bands of docs/planning.md. Where Python launches small layers, plan shows a lower bound."""
+    if layer_flops(run.config) < 1e12:
+        with pytest.raises(ValueError, match="under 1 TFLOP"):
+            _over_measured(run)
+    elif waits_for_host(run.config) and not run.records:
+        assert 0.65 < _over_measured(run) < 1.02
     else:
-        assert 0.9 < ratio < 1.15
+        assert 0.9 < _over_measured(run) < 1.15
 
 
 @pytest.mark.parametrize("run", H100_RUNS, ids=lambda run: run.name)
 def test_steps_on_h100(run: H100Run) -> None:
     """All within 5.5%, though nothing of these rates was measured on an H100."""
     assert 0.945 < run.predicted_ms / run.measured_ms < 1.055
-
-
-def test_there_are_runs() -> None:
-    assert len(RUNS) - len(WAITING) >= 35
 
 
 def _microseconds(name: str) -> float:
@@ -242,10 +230,9 @@ def test_what_was_not_measured_is_said() -> None:
         "the loss over chunks",
     ]
     assert unmeasured(_config("--config configs/gpt_7b.yaml"), world_size=4, gpus_per_node=8) == []
-    for precision in (replace(llama.precision, precision="te"), replace(llama.precision, fp8_recipe="blockwise")):
-        config = replace(llama, precision=precision)
-        assert not has_rates(config)
-        with pytest.raises(ValueError, match="was profiled"):
+    for name, changed in (("te", {"precision": "te"}), (r"fp8_recipe\(blockwise\)", {"fp8_recipe": "blockwise"})):
+        config = replace(llama, precision=replace(llama.precision, **changed))
+        with pytest.raises(ValueError, match=f"no rates of {name} were measured"):
             predict_step(config, 32000, world_size=8)
 
 

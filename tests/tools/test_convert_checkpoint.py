@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 
 from fp8_megatron.checkpoint.saved_run import SavedRun
-from fp8_megatron.checkpoint.weights import TorchDistWeights, module_name, places
+from fp8_megatron.checkpoint.weights import TorchDistWeights, places
 from fp8_megatron.commands import convert_checkpoint
 from fp8_megatron.config.io import config_text, load_config, parse_config
 from fp8_megatron.config.schema import (
@@ -41,6 +41,7 @@ from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.mcore.transformer_config import transformer_config
+from fp8_megatron.models.keys import name_in_model
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.training.build import build_recipe
 from fp8_megatron.training.trainer import Trainer
@@ -110,9 +111,9 @@ def test_a_wrong_conversion_is_noticed(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gate and up exchanged on the way in, which no shape shows."""
-    from fp8_megatron.conversion import hugging_face
+    from fp8_megatron.models.decoder import hugging_face_rules
 
-    monkeypatch.setattr(hugging_face, "join_gate_and_up", lambda parts: torch.cat([parts[1], parts[0]]))
+    monkeypatch.setattr(hugging_face_rules, "join_gate_and_up", lambda parts: torch.cat([parts[1], parts[0]]))
     assert convert(llama, tmp_path / "out", "ours", "--precision", "bf16") == 1
     error = capsys.readouterr().err
     assert "DIFFER: this project and transformers on" in error
@@ -293,7 +294,7 @@ def _logits_at_o3(config: Config, weights: TorchDistWeights, tokens: Tensor) -> 
         (chunk,) = build_model(config, vocab_size, topology, CPU, lambda: build_recipe(config.precision))
         params = named_parameters_of_model(chunk.module)
         for key, layer in places(weights.shapes):
-            params[module_name(key, layer)].copy_(weights.read(key, layer))
+            params[name_in_model(key, layer)].copy_(weights.read(key, layer))
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         return chunk.module.eval()(tokens, positions, None).float()
 
@@ -374,7 +375,7 @@ def test_native_state_leaves_in_fp32(ranks: RankPool, tmp_path: Path) -> None:
     (loaded,) = ranks.run(_load_with_megatron, plain, after.folder, num_ranks=1)
     weights = open_source(tmp_path / "run").weights
     for key, layer in places(weights.shapes):
-        assert torch.equal(loaded[module_name(key, layer)], weights.read(key, layer)), key
+        assert torch.equal(loaded[name_in_model(key, layer)], weights.read(key, layer)), key
     runs = [ranks.run(run_tiny_on_a_rank, config, 1, tmp_path / name, None, num_ranks=1)[0] for name in ("run", "out")]
     assert runs[0].losses == runs[1].losses
     for name, value in runs[0].end.items():
@@ -401,7 +402,7 @@ def test_megatron_core_reads_what_came_from_hugging_face(ranks: RankPool, tmp_pa
     folder = tmp_path / "mcore" / "iter_0000000"
     (loaded,) = ranks.run(_load_with_megatron, config, folder, num_ranks=1)
     for key, layer in places(weights.shapes):
-        assert torch.equal(loaded[module_name(key, layer)], weights.read(key, layer)), key
+        assert torch.equal(loaded[name_in_model(key, layer)], weights.read(key, layer)), key
 
 
 @pytest.mark.slow
@@ -420,7 +421,7 @@ def test_megatron_cores_own_checkpoints(tmp_path: Path, model: ModelConfig) -> N
     ours = open_source(tmp_path / "ours")
     assert ours.vocab_size == 200
     for key, layer in places(ours.weights.shapes):
-        value, expected = ours.weights.read(key, layer), saved[module_name(key, layer)]
+        value, expected = ours.weights.read(key, layer), saved[name_in_model(key, layer)]
         rows = slice(200) if value.shape[0] == 256 and value.ndim == 2 and "linear" not in key else slice(None)
         assert torch.equal(value[rows], expected[rows].float()), key
     assert convert(tmp_path / "ours", tmp_path / "back", "mcore") == 0

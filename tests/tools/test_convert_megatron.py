@@ -14,12 +14,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="exports are compared with transformers (pip install -e '.[dev]')")
 
-from fp8_megatron.checkpoint.megatron_layout import part_of
-from fp8_megatron.checkpoint.weights import WeightReader, module_name, places
+from fp8_megatron.checkpoint.megatron_layout import Name, part_of
+from fp8_megatron.checkpoint.weights import WeightReader, places
 from fp8_megatron.commands import convert_checkpoint, inspect_checkpoint
 from fp8_megatron.config.io import config_text, load_config
 from fp8_megatron.conversion.conversion import open_source
 from fp8_megatron.conversion.hugging_face_folder import HuggingFaceWeights
+from fp8_megatron.models.keys import name_in_model
 from tests.harness.megatron_run import BEFORE, config_of, megatron_run
 
 #: The vocabulary; six of the 256 rows are padding.
@@ -43,7 +44,7 @@ def assert_megatrons_weights(reader: WeightReader, run: Path, num_places: int, *
     found = list(places(reader.shapes))
     assert len(found) == num_places == sum(name.startswith("weight/") for name in states)
     for key, layer in found:
-        value, expected = reader.read(key, layer), states[f"weight/{module_name(key, layer)}"].float()
+        value, expected = reader.read(key, layer), states[f"weight/{name_in_model(key, layer)}"].float()
         if "word_embeddings" in key or "output_layer" in key:
             value, expected = value[:VOCAB_SIZE], expected[:VOCAB_SIZE]
         if key.endswith(("layernorm.weight", "layer_norm_weight")):
@@ -154,7 +155,7 @@ def _on_two_ranks(run: Path, root: Path) -> Path:
     weights = {name: value for name, value in content["model"].items() if isinstance(value, Tensor)}
     for rank in range(2):
         own = {
-            name: part_of(name, value, rank, 2, is_gated=content["args"].swiglu).clone()
+            name: part_of(Name.of(name, 0).key, value, rank, 2, is_gated=content["args"].swiglu).clone()
             for name, value in weights.items()
         }
         _file(folder, rank).parent.mkdir(parents=True)

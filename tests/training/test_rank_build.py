@@ -16,7 +16,7 @@ from fp8_megatron.dtypes import GRAD_BLOCK, GradReduceMode
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.planning.activations import predict_peak, predict_validation_bytes
-from fp8_megatron.planning.vocabulary import padded_vocab_size, vocab_size
+from fp8_megatron.planning.memory import padded_vocab_size, vocab_size
 from fp8_megatron.reporting.memory_report import StorageBytes
 from fp8_megatron.training.build import build_training_state, measured_storage
 from fp8_megatron.training.rank_build import LiveBytes, RankMemory, build_rank

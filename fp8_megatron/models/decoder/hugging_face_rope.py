@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..config.schema import ModelConfig
-from ..nn.rope import Yarn
-from .hugging_face_values import count, number, plain, shown, truth
+from ...config.model import ModelConfig
+from ..hugging_face_values import count, number, plain, shown, truth
 
 Json = Mapping[str, Any]
 
@@ -100,7 +99,7 @@ def _yarn_of_json(rope: Json) -> dict[str, Any]:
         "yarn_correction_range_round_to_int": True if truncate is None else truncate,
         **ours,
     }
-    if magnitude is not None and not math.isclose(magnitude, _magnitude(ModelConfig(**yarn))):
+    if magnitude is not None and not math.isclose(magnitude, ModelConfig(**yarn).rope_magnitude):
         log = 0.1 * math.log(rope["factor"])
         yarn |= {"mscale": max(0.0, magnitude - 1.0) / log, "mscale_all_dim": max(0.0, 1.0 / magnitude - 1.0) / log}
     return yarn
@@ -117,11 +116,7 @@ def _json_of_yarn(model: ModelConfig) -> dict[str, Any]:
     }
     if model.mscale and model.mscale_all_dim:
         return {**json, "mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
-    return {**json, "attention_factor": _magnitude(model)}
-
-
-def _magnitude(model: ModelConfig) -> float:
-    return Yarn(model.rotary_scaling_factor, mscale=model.mscale, mscale_all_dim=model.mscale_all_dim).magnitude
+    return {**json, "attention_factor": model.rope_magnitude}
 
 
 def scaling_json(model: ModelConfig) -> dict[str, Any] | None:

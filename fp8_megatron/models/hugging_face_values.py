@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..checkpoint.files import CheckpointError
+from ..errors import CheckpointError
 
 Json = Mapping[str, Any]
 

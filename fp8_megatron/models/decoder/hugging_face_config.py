@@ -6,14 +6,13 @@ setting, its value and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from ..checkpoint.files import CheckpointError
-from ..config.schema import ModelConfig
-from .hugging_face import Family, Rule, rules_of
-from .hugging_face_rope import rope_of, scaling_json, scaling_of, scaling_problems
-from .hugging_face_values import (
+from ...config.model import ModelConfig
+from ...errors import CheckpointError
+from ..hugging_face import Family, Json, Rule
+from ..hugging_face_values import (
     MAX_ROWS,
     count,
     mapping,
@@ -26,8 +25,11 @@ from .hugging_face_values import (
     without_aliases,
     wrong_types,
 )
+from .hugging_face_rope import rope_of, scaling_json, scaling_of, scaling_problems
+from .hugging_face_rules import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, rules_of
 
-Json = Mapping[str, Any]
+#: As `HuggingFace.families`; a model is written as the first that computes the same.
+families = {family.model_type: family for family in (GPT2, LLAMA, QWEN3, MISTRAL, QWEN2)}
 
 #: Hugging Face's names of GELU: of its tanh form, and of the exact one. The first is written.
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -50,22 +52,22 @@ _LIKE_QWEN: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Settings that change the computation: the supported values, and what other values would need.
 _ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
-    Family.GPT2: {
+    GPT2: {
         **_ALL,
         "activation_function": ((*_TANH_GELUS, *_EXACT_GELUS), "the MLP's activation is GELU"),
         "scale_attn_weights": ((True,), "attention logits are divided by √(head width)"),
         "scale_attn_by_inverse_layer_idx": ((False,), "attention logits are scaled alike in every layer"),
         "add_cross_attention": ((False,), "only decoders without an encoder are supported"),
     },
-    Family.LLAMA: {
+    LLAMA: {
         **_LIKE_LLAMA,
         "sliding_window": ((None, False), "attention sees the whole context"),
         "use_qk_norm": ((None, False), "queries and keys are not normalised"),
         "qk_layernorm": ((None, False), "queries and keys are not normalised"),
     },
-    Family.MISTRAL: _LIKE_LLAMA,
-    Family.QWEN2: {**_LIKE_LLAMA, **_LIKE_QWEN},
-    Family.QWEN3: {
+    MISTRAL: _LIKE_LLAMA,
+    QWEN2: {**_LIKE_LLAMA, **_LIKE_QWEN},
+    QWEN3: {
         **_LIKE_LLAMA,
         **_LIKE_QWEN,
         "attention_bias": ((None, False), "a model with norms of query and key has no biases"),
@@ -89,7 +91,7 @@ def _same_as_llama(max_position_embeddings: int) -> tuple[tuple[str, str, Any], 
 
 # (their name, our name, their default) of settings that differ only in name. None: there is no default.
 _SAME: dict[Family, tuple[tuple[str, str, Any], ...]] = {
-    Family.GPT2: (
+    GPT2: (
         ("n_layer", "num_layers", 12),
         ("n_embd", "hidden_size", 768),
         ("n_head", "num_attention_heads", 12),
@@ -100,10 +102,10 @@ _SAME: dict[Family, tuple[tuple[str, str, Any], ...]] = {
         ("attn_pdrop", "attention_dropout", 0.1),
         ("resid_pdrop", "hidden_dropout", 0.1),
     ),
-    Family.LLAMA: _same_as_llama(2048),
-    Family.MISTRAL: _same_as_llama(131_072),
-    Family.QWEN2: _same_as_llama(32_768),
-    Family.QWEN3: _same_as_llama(32_768),
+    LLAMA: _same_as_llama(2048),
+    MISTRAL: _same_as_llama(131_072),
+    QWEN2: _same_as_llama(32_768),
+    QWEN3: _same_as_llama(32_768),
 }
 
 
@@ -133,23 +135,23 @@ _LLAMA_CHECKS = (
 )
 #: Checks of the other settings, and whether null stands for the default.
 _OTHER_CHECKS = {
-    Family.GPT2: (
+    GPT2: (
         ("n_inner", count(), True),
         ("embd_pdrop", number(least=0, below=1), False),
         ("tie_word_embeddings", truth, False),
         ("quantization_config", mapping, True),
     ),
-    **dict.fromkeys((Family.LLAMA, Family.QWEN2, Family.QWEN3), _LLAMA_CHECKS),
-    Family.MISTRAL: (*_LLAMA_CHECKS, ("sliding_window", count(), True)),
+    **dict.fromkeys((LLAMA, QWEN2, QWEN3), _LLAMA_CHECKS),
+    MISTRAL: (*_LLAMA_CHECKS, ("sliding_window", count(), True)),
 }
 #: Tokens that a Mistral's token attends to, itself included, where the file does not say.
 _MISTRALS_WINDOW = 4096
 #: Groups of keys and values where the file does not name them; otherwise, and where it has null, one a head.
-_GROUPS = {Family.MISTRAL: 8, Family.QWEN2: 32, Family.QWEN3: 32}
+_GROUPS = {MISTRAL: 8, QWEN2: 32, QWEN3: 32}
 #: The width of a head where the file does not give it; otherwise it is hidden_size / num_attention_heads.
-_HEAD_DIM = {Family.QWEN3: 128}
+_HEAD_DIM = {QWEN3: 128}
 #: ``bos_token_id`` and ``eos_token_id`` where the file does not name them; otherwise there are none.
-_TOKEN_IDS = {Family.GPT2: (50256, 50256), Family.LLAMA: (1, 2), Family.MISTRAL: (1, 2)}
+_TOKEN_IDS = {GPT2: (50256, 50256), LLAMA: (1, 2), MISTRAL: (1, 2)}
 #: Other names under which transformers takes GPT-2's settings: theirs, and the name in `_SAME`.
 _GPT2_ALIASES = {
     "hidden_size": "n_embd",
@@ -159,30 +161,10 @@ _GPT2_ALIASES = {
 }
 
 
-def family_of_json(settings: Json) -> Family:
-    """The architecture that a ``config.json`` describes.
-
-    Raises:
-        CheckpointError: the architecture is not supported.
-    """
-    model_type = settings.get("model_type")
-    try:
-        return Family(model_type)
-    except ValueError:
-        raise CheckpointError(
-            f"config.json: model_type {shown(model_type)} is not supported; convertible ones: "
-            f"{', '.join(family.value for family in Family)}"
-        ) from None
-
-
 def model_from_json(settings: Json) -> ModelConfig:
-    """The model that a ``config.json`` describes; `seq_length` is its longest context.
-
-    Raises:
-        CheckpointError: lists all settings that this project does not implement, one per line.
-    """
-    family = family_of_json(settings)
-    settings = without_aliases(settings, _GPT2_ALIASES if family is Family.GPT2 else {})
+    """As `HuggingFace.model_from_json`."""
+    family = families[settings["model_type"]]
+    settings = without_aliases(settings, _GPT2_ALIASES if family is GPT2 else {})
     checks = [(theirs, _CHECKS[ours], False) for theirs, ours, _ in _SAME[family]]
     problems = list(wrong_types(settings, (*checks, *_OTHER_CHECKS[family]))) or list(_problems(family, settings))
     if problems:
@@ -190,7 +172,7 @@ def model_from_json(settings: Json) -> ModelConfig:
     values = {ours: settings.get(theirs, default) for theirs, ours, default in _SAME[family]}
     values["seq_length"] = values["max_position_embeddings"]
     values.setdefault("hidden_dropout", 0.0)  # a Llama has none
-    if family is Family.GPT2:
+    if family is GPT2:
         tied = settings.get("tie_word_embeddings", True)
         return ModelConfig(
             **values,
@@ -208,7 +190,7 @@ def model_from_json(settings: Json) -> ModelConfig:
         rotary_base=int(rope_of(settings)["rope_theta"]),
         **{"position_embedding_type": "rope", **scaling_of(rope_of(settings))},
         window_size=_window_of_json(family, settings),
-        qk_layernorm=family is Family.QWEN3,
+        qk_layernorm=family is QWEN3,
         normalization="RMSNorm",
         swiglu=True,
         disable_bias_linear=not mlp_bias,
@@ -218,8 +200,8 @@ def model_from_json(settings: Json) -> ModelConfig:
 
 
 def token_ids_of_json(settings: Json) -> dict[str, Any]:
-    """The ids of special tokens in a ``config.json``: a number, a list of them (``eos_token_id``) or None."""
-    bos, eos = _TOKEN_IDS.get(family_of_json(settings), (None, None))
+    """As `HuggingFace.token_ids_of_json`."""
+    bos, eos = _TOKEN_IDS.get(families[settings["model_type"]], (None, None))
     defaults = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None}
     return {name: settings.get(name, default) for name, default in defaults.items()}
 
@@ -233,7 +215,7 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
         yield f"{name} is missing; complete the file"
     if not missing:
         yield from unequal_heads(*_heads(family, settings))
-    if family is Family.GPT2:
+    if family is GPT2:
         embedding, residual = settings.get("embd_pdrop", 0.1), settings.get("resid_pdrop", 0.1)
         if embedding != residual:
             yield f"embd_pdrop({embedding}) and resid_pdrop({residual}) are one setting here; make them equal"
@@ -266,7 +248,7 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
 
 def _window_of_json(family: Family, settings: Json) -> str | None:
     """``--window-size``; their window counts the token itself."""
-    if family is not Family.MISTRAL:
+    if family is not MISTRAL:
         return None
     window = settings.get("sliding_window", _MISTRALS_WINDOW)
     return None if window is None else f"{window - 1},0"
@@ -276,7 +258,7 @@ def _heads(family: Family, settings: Json) -> tuple[int, int, int, int | None]:
     """Hidden size, heads, groups of keys and values, and the width of a head if it is given."""
     names = {ours: (theirs, default) for theirs, ours, default in _SAME[family]}
     hidden_size, heads = (settings.get(*names[name]) for name in ("hidden_size", "num_attention_heads"))
-    if family is Family.GPT2:
+    if family is GPT2:
         return hidden_size, heads, heads, None
     head_dim = settings.get("head_dim") or _HEAD_DIM.get(family)
     groups = settings.get("num_key_value_heads", _GROUPS.get(family)) or heads
@@ -285,126 +267,84 @@ def _heads(family: Family, settings: Json) -> tuple[int, int, int, int | None]:
 
 def _biases(family: Family, settings: Json) -> tuple[bool, bool]:
     """Whether attention and MLP have biases."""
-    if family is not Family.LLAMA:
-        return family is Family.QWEN2, False
+    if family is not LLAMA:
+        return family is QWEN2, False
     return bool(settings.get("attention_bias")), bool(settings.get("mlp_bias"))
 
 
 _ARCHITECTURES = {
-    Family.GPT2: "GPT2LMHeadModel",
-    Family.LLAMA: "LlamaForCausalLM",
-    Family.MISTRAL: "MistralForCausalLM",
-    Family.QWEN2: "Qwen2ForCausalLM",
-    Family.QWEN3: "Qwen3ForCausalLM",
+    GPT2: "GPT2LMHeadModel",
+    LLAMA: "LlamaForCausalLM",
+    MISTRAL: "MistralForCausalLM",
+    QWEN2: "Qwen2ForCausalLM",
+    QWEN3: "Qwen3ForCausalLM",
 }
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The Hugging Face architecture that computes the same as this model.
-
-    Raises:
-        CheckpointError: there is none. The message says what differs for each.
-    """
-    against = {
-        Family.GPT2: [
-            text
-            for wrong, text in (
-                (
-                    model.position_embedding_type != "learned_absolute",
-                    f"position_embedding_type({model.position_embedding_type})",
-                ),
-                (model.normalization != "LayerNorm", f"normalization({model.normalization})"),
-                (not model.has_gelu, model.activation),
-                (model.qk_layernorm, "qk_layernorm"),
-                (model.window_size is not None, f"window_size({model.window_size})"),
-                (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
-                (
-                    model.head_dim * model.num_attention_heads != model.hidden_size,
-                    f"kv_channels({model.kv_channels}) other than hidden_size / num_attention_heads",
-                ),
-            )
-            if wrong
-        ],
-        Family.LLAMA: [
-            *([] if not model.qk_layernorm else ["qk_layernorm"]),
-            *([] if model.window_size is None else [f"window_size({model.window_size})"]),
-            *_against_llama(model),
-            *_against_width_of_llama(model),
-        ],
-        Family.QWEN3: [
-            *([] if model.qk_layernorm else ["no qk_layernorm"]),
-            *([] if model.window_size is None else [f"window_size({model.window_size})"]),
-            *_against_llama(model),
-            *([] if model.disable_bias_linear and not model.add_qkv_bias else ["biases"]),
-        ],
-        Family.MISTRAL: [
-            *([] if not model.qk_layernorm else ["qk_layernorm"]),
-            *([] if len({*model.windows}) == 1 else ["layers without a window"]),
-            *_against_llama(model),
-            *([] if model.disable_bias_linear and not model.add_qkv_bias else ["biases"]),
-        ],
-        Family.QWEN2: [
-            *([] if not model.qk_layernorm else ["qk_layernorm"]),
-            *([] if model.window_size is None else [f"window_size({model.window_size})"]),
-            *_against_llama(model),
-            *([] if model.disable_bias_linear and model.add_qkv_bias else ["other biases than QKV's"]),
-        ],
-    }
+    """As `HuggingFace.family_of`."""
+    against = {family: [text for wrong, text in _against(family, model) if wrong] for family in families.values()}
     for family, reasons in against.items():
         if not reasons:
             return family
     raise CheckpointError(
         "no Hugging Face architecture computes what this model does. "
-        + "; ".join(f"Against {family.value}: {', '.join(reasons)}" for family, reasons in against.items())
+        + "; ".join(f"Against {family.model_type}: {', '.join(reasons)}" for family, reasons in against.items())
     )
 
 
-def _against_llama(model: ModelConfig) -> list[str]:
-    """What stands against Llama, and against the architectures like it."""
+def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
+    """(Whether it holds, what it is) of what may stand against an architecture."""
+    positions = f"position_embedding_type({model.position_embedding_type})"
+    if family is GPT2:
+        unequal = model.query_width != model.hidden_size
+        return [
+            (model.position_embedding_type != "learned_absolute", positions),
+            (model.normalization != "LayerNorm", f"normalization({model.normalization})"),
+            (not model.has_gelu, model.activation),
+            (model.qk_layernorm, "qk_layernorm"),
+            (model.window_size is not None, f"window_size({model.window_size})"),
+            (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
+            (unequal, f"kv_channels({model.kv_channels}) other than hidden_size / num_attention_heads"),
+        ]
+    window = (model.window_size is not None, f"window_size({model.window_size})")
+    if family is MISTRAL:
+        window = (len({*model.windows}) != 1, "layers without a window")
+    has_qkv_bias, heads = not model.disable_bias_linear or model.add_qkv_bias, model.num_attention_heads
     scales_twice = model.use_rope_scaling and model.rotary_seq_len_interpolation_factor != 1
     return [
-        text
-        for wrong, text in (
-            (not model.uses_rope, f"position_embedding_type({model.position_embedding_type})"),
-            (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
-            (not model.swiglu, "no swiglu"),
-            (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
-            (model.rotary_interleaved, "rotary_interleaved"),
-            (scales_twice, "use_rope_scaling beside rotary_seq_len_interpolation_factor"),
-        )
-        if wrong
+        (model.qk_layernorm != (family is QWEN3), "no qk_layernorm" if family is QWEN3 else "qk_layernorm"),
+        window,
+        (not model.uses_rope, positions),
+        (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
+        (not model.swiglu, "no swiglu"),
+        (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
+        (model.rotary_interleaved, "rotary_interleaved"),
+        (scales_twice, "use_rope_scaling beside rotary_seq_len_interpolation_factor"),
+        (family in (MISTRAL, QWEN3) and has_qkv_bias, "biases"),
+        (family is QWEN2 and not (model.disable_bias_linear and model.add_qkv_bias), "other biases than QKV's"),
+        # Transformers 5 builds no such Llama, whatever the width of its heads.
+        (
+            family is LLAMA and model.hidden_size % heads != 0,
+            f"hidden_size({model.hidden_size}) no multiple of num_attention_heads({heads})",
+        ),
     ]
 
 
-def _against_width_of_llama(model: ModelConfig) -> list[str]:
-    """Transformers 5 builds no such Llama, whatever the width of its heads."""
-    if model.hidden_size % model.num_attention_heads == 0:
-        return []
-    return [f"hidden_size({model.hidden_size}) no multiple of num_attention_heads({model.num_attention_heads})"]
-
-
 def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` of a model.
-
-    Args:
-        vocab_size: without padding.
-        dtype: of the weights, as torch names it: ``bfloat16``.
-
-    Raises:
-        CheckpointError: as `family_of`.
-    """
+    """As `HuggingFace.json_from_model`."""
     family = family_of(model)
     values: dict[str, Any] = {theirs: getattr(model, ours) for theirs, ours, _ in _SAME[family]}
     values["vocab_size"] = vocab_size
     positions = model.max_position_embeddings or model.seq_length
     common = {
         "architectures": [_ARCHITECTURES[family]],
-        "model_type": family.value,
+        "model_type": family.model_type,
         "torch_dtype": dtype,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
     }
-    if family is Family.GPT2:
+    if family is GPT2:
         return {
             **common,
             **values,
@@ -426,18 +366,17 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
         "rope_scaling": scaling_json(model),
         "attention_bias": not model.disable_bias_linear or model.add_qkv_bias,
     }
-    if family is Family.MISTRAL:
+    if family is MISTRAL:
         del theirs["attention_bias"]
         (window,) = {*model.windows}
         return {**theirs, "sliding_window": None if window is None else window + 1}
-    if family is Family.QWEN2:
+    if family is QWEN2:
         del theirs["attention_bias"]
-    if family in (Family.QWEN2, Family.QWEN3):
+    if family in (QWEN2, QWEN3):
         return {**theirs, "use_sliding_window": False}
     return {**theirs, "mlp_bias": not model.disable_bias_linear}
 
 
-def export_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
-    """The rules for exporting a model. Biases that theirs has and this model lacks are zero."""
-    has_bias = not model.disable_bias_linear
-    return rules_of(family_of(model), model, vocab_size, attention_bias=has_bias, mlp_bias=has_bias)
+def rules(model: ModelConfig, vocab_size: int, settings: Json | None = None) -> list[Rule]:
+    """As `HuggingFace.rules`."""
+    return rules_of(family_of(model) if settings is None else families[settings["model_type"]], model, vocab_size)

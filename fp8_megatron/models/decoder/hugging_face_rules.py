@@ -1,7 +1,6 @@
 """Maps between weights of this project's model ("ours") and of Hugging Face's GPT-2, Llama and its kin ("theirs").
 
-Each weight of ours has a `Rule`: the tensors of theirs that it is made of, and the conversion both ways. The layouts
-differ as follows:
+Each weight of ours has a `Rule`. The layouts differ as follows:
 
 - QKV: ours is one weight, query group by query group: the group's query heads, its key head, its value head. Llama
   has three weights; GPT-2 has one, all queries before all keys before all values.
@@ -18,72 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from math import prod
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.files import CheckpointError
-from ..checkpoint.weights import (
-    ATTENTION_NORM,
+from ...config.model import ModelConfig
+from ...errors import CheckpointError
+from ..hugging_face import Family, Rule
+from ..keys import ATTENTION_NORM, MLP_NORM, OUTPUT_LAYER, WORD_EMBEDDING
+from .table import (
     FC1,
     FC2,
     FINAL_NORM,
     KEY_NORM,
-    LAYERS,
-    LINEAR_WEIGHTS,
-    MLP_NORM,
-    OUTPUT_LAYER,
     POSITION_EMBEDDING,
     PROJECTION,
     QKV,
     QUERY_NORM,
-    WORD_EMBEDDING,
 )
-from ..config.schema import ModelConfig
 
-Shape = tuple[int, ...]
-
-
-class Family(str, Enum):
-    """An architecture of Hugging Face's transformers, by its ``model_type``."""
-
-    GPT2 = "gpt2"
-    LLAMA = "llama"
-    MISTRAL = "mistral"
-    QWEN2 = "qwen2"
-    QWEN3 = "qwen3"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One weight of ours, and the tensors of theirs that it is made of.
-
-    Attributes:
-        key: standard key (`weights`).
-        names: their names; ``{}`` stands for the layer.
-        join: their tensors → ours. Values do not change; any dtype is kept.
-        split: ours → theirs, in the order of `names`; views if possible.
-    """
-
-    key: str
-    names: tuple[str, ...]
-    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
-    split: Callable[[Tensor], tuple[Tensor, ...]] = lambda tensor: (tensor,)
-
-    @property
-    def is_linear_weight(self) -> bool:
-        """Whether this is a linear weight, which FP8 formats can store."""
-        return self.key in LINEAR_WEIGHTS
-
-    def names_of(self, layer: int | None) -> tuple[str, ...]:
-        """Names of theirs in one layer."""
-        return tuple(name.format(layer) for name in self.names)
-
-    def split_shapes(self, shape: Shape) -> tuple[Shape, ...]:
-        """The shapes of their tensors, from the shape of ours. Needs no data."""
-        return tuple(tuple(part.shape) for part in self.split(torch.empty(shape, device="meta")))
+GPT2 = Family("gpt2", layers="transformer.h.", prefix="transformer.", has_linear_modules=False)
+LLAMA, MISTRAL, QWEN2, QWEN3 = map(Family, ("llama", "mistral", "qwen2", "qwen3"))
 
 
 @dataclass(frozen=True)
@@ -124,26 +78,13 @@ def split_gate_and_up(weight: Tensor) -> tuple[Tensor, ...]:
     return weight.chunk(2)
 
 
-def rules_of(
-    family: Family, model: ModelConfig, vocab_size: int, *, attention_bias: bool, mlp_bias: bool
-) -> list[Rule]:
+def rules_of(family: Family, model: ModelConfig, vocab_size: int) -> list[Rule]:
     """The rules of every weight, in the order of the forward pass.
 
     Args:
         vocab_size: rows without padding, which theirs keep. `join` gives a vocabulary without padding.
-        attention_bias, mlp_bias: which biases exist in both (GPT-2: always all). QKV biases alone are the model's
-            `add_qkv_bias`.
     """
-    if family is Family.GPT2:
-        return _gpt2_rules(model, vocab_size)
-    has_projection_bias = family is not Family.QWEN2
-    return _llama_rules(
-        model,
-        vocab_size,
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
-        has_projection_bias=has_projection_bias,
-    )
+    return _gpt2_rules(model, vocab_size) if family is GPT2 else _llama_rules(family, model, vocab_size)
 
 
 def _vocabulary_rule(key: str, name: str, vocab_size: int) -> Rule:
@@ -194,17 +135,11 @@ def _gpt2_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
     return rules
 
 
-def _llama_rules(
-    model: ModelConfig, vocab_size: int, *, attention_bias: bool, mlp_bias: bool, has_projection_bias: bool
-) -> list[Rule]:
-    """Of Llama, Mistral, Qwen2 and Qwen3.
+def _llama_rules(family: Family, model: ModelConfig, vocab_size: int) -> list[Rule]:
+    """Of Llama, Mistral, Qwen2 and Qwen3."""
+    heads, layer, has_bias = Heads.of(model), "model.layers.{}.", not model.disable_bias_linear
 
-    Args:
-        has_projection_bias: with QKV biases alone, theirs have a bias of the output projection too. It is zero.
-    """
-    heads, layer = Heads.of(model), "model.layers.{}."
-
-    def linear(key_prefix: str, modules: Sequence[str], has_bias: bool, *functions: Callable) -> list[Rule]:
+    def linear(key_prefix: str, modules: Sequence[str], *functions: Callable) -> list[Rule]:
         return [
             Rule(key_prefix + part, tuple(f"{layer}{module}.{part}" for module in modules), *functions)
             for part in (("weight", "bias") if has_bias else ("weight",))
@@ -225,12 +160,12 @@ def _llama_rules(
 
     projections = [f"self_attn.{name}_proj" for name in "qkv"]
     qkv_bias: list[Rule] = []
-    if model.add_qkv_bias and not attention_bias:
+    if model.add_qkv_bias and not has_bias:
         names = tuple(f"{layer}{name}.bias" for name in projections)
         qkv_bias = [Rule(QKV + "bias", names, heads.join, heads.split)]
-        if has_projection_bias:
+        if family is not QWEN2:  # theirs has a bias of the output projection too; it is zero
             names = (*names, f"{layer}self_attn.o_proj.bias")
-            qkv_bias = [Rule(QKV + "bias", names, join_qkv_bias, split_qkv_bias)]
+            qkv_bias = [Rule(QKV + "bias", names, join_qkv_bias, split_qkv_bias, refuses=True)]
     head_norms = [
         rule
         for prefix, name in ((QUERY_NORM, "q_norm"), (KEY_NORM, "k_norm"))
@@ -239,25 +174,15 @@ def _llama_rules(
     rules = [
         _vocabulary_rule(WORD_EMBEDDING, "model.embed_tokens.weight", vocab_size),
         *_norm_rules(ATTENTION_NORM, f"{layer}input_layernorm", ("weight",)),
-        *linear(QKV, projections, attention_bias, heads.join, heads.split),
+        *linear(QKV, projections, heads.join, heads.split),
         *qkv_bias,
         *head_norms,
-        *linear(PROJECTION, ("self_attn.o_proj",), attention_bias),
+        *linear(PROJECTION, ("self_attn.o_proj",)),
         *_norm_rules(MLP_NORM, f"{layer}post_attention_layernorm", ("weight",)),
-        *linear(FC1, ("mlp.gate_proj", "mlp.up_proj"), mlp_bias, join_gate_and_up, split_gate_and_up),
-        *linear(FC2, ("mlp.down_proj",), mlp_bias),
+        *linear(FC1, ("mlp.gate_proj", "mlp.up_proj"), join_gate_and_up, split_gate_and_up),
+        *linear(FC2, ("mlp.down_proj",)),
         *_norm_rules(FINAL_NORM, "model.norm", ("weight",)),
     ]
     if model.untie_embeddings_and_output_weights:
         rules.append(_vocabulary_rule(OUTPUT_LAYER, "lm_head.weight", vocab_size))
     return rules
-
-
-def layers_of(rule: Rule, model: ModelConfig) -> Sequence[int | None]:
-    """The layers that a rule applies to: all layers, or [None] for a weight outside the layers."""
-    return range(model.num_layers) if rule.key.startswith(LAYERS) else [None]
-
-
-def numel(shape: Shape) -> int:
-    """Number of elements of a shape."""
-    return prod(shape)

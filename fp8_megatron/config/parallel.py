@@ -1,0 +1,101 @@
+"""The section ``parallel`` of the configuration: how ranks share the work (`schema` says how fields become flags)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..storage import GradReduceMode
+from .fields import Count, Layers, Minutes, Ranks
+
+#: The settings that divide layers over stages.
+PIPELINE_SETTINGS = (
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is split over ranks. Data-parallel size: WORLD_SIZE / (tensor × context × pipeline size)."""
+
+    tensor_model_parallel_size: Ranks = 1
+    """Ranks that share each layer."""
+    context_parallel_size: Ranks = 1
+    """Ranks that share each sequence. They hold the same weights, and exchange keys and values in attention."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """How context-parallel ranks exchange keys and values. p2p: in a ring, one rank at a time. all_gather: all at once,
+    which takes more memory. a2a: each rank computes some heads over whole sequences."""
+    pipeline_model_parallel_size: Ranks = 1
+    """Pipeline stages that share the layers."""
+    num_layers_per_virtual_pipeline_stage: Layers | None = None
+    """Layers of one virtual stage. Turns on the interleaved schedule."""
+    num_virtual_stages_per_pipeline_rank: Layers | None = None
+    """Virtual stages of one rank, instead of the layers of one. Two or more turn on the interleaved schedule."""
+    microbatch_group_size_per_virtual_pipeline_stage: Count | None = None
+    """Consecutive micro-batches of a virtual stage in the interleaved schedule. Default: the number of stages."""
+    decoder_first_pipeline_num_layers: Layers | None = None
+    """Layers of the first stage. The other stages share the rest evenly."""
+    decoder_last_pipeline_num_layers: Layers | None = None
+    """Layers of the last stage. The other stages share the rest evenly."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage, which then has one layer less."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer and the loss as a layer of the last stage, which then has one layer less."""
+    pipeline_model_parallel_layout: str | None = None
+    """Every stage in Megatron's notation, instead of the flags above: E embedding, t layer, L loss, | next stage, *
+    repetition (Ettt|(tttt|)*2,tttL). More stages than --pipeline-model-parallel-size are virtual stages."""
+    sequence_parallel: bool = False
+    """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
+    overlap_grad_reduce: bool = True
+    """On: reduce gradients bucket by bucket during backward. Turn off only to measure what the overlap hides."""
+    overlap_param_gather: bool = True
+    """On: gather updated weights during the next forward. Turn off only to measure what the overlap hides."""
+    ddp_bucket_size: Count = 40_000_000
+    """Elements of a bucket, which is reduced or gathered at once. Rounded to suit the number of ranks."""
+    fp8_grad_reduce: GradReduceMode = GradReduceMode.ALL_TO_ALL
+    """How FP8 gradients are summed. all_to_all: exact FP32 sum. hierarchical: the same inside each node, then across
+    nodes. nccl: native FP8 sum with FP8-LM's auto-scaling, for comparison."""
+    fp8_wire_intra: Literal["bf16", "fp8"] = "bf16"
+    """Dtype in which ranks of a node send gradients with --fp8-grad-reduce hierarchical. Between nodes it is FP8."""
+    dp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
+    """Transport of gradients and weights between data-parallel ranks. nccl: NCCL. copy_engine: GPUs of one node copy
+    from each other without using multiprocessors. auto: copy_engine inside a node if it works, otherwise nccl."""
+    tp_transport: Literal["auto", "nccl", "copy_engine"] = "auto"
+    """Transport of activations between tensor-parallel ranks in FP8 layers with --sequence-parallel. nccl: NCCL.
+    copy_engine: each GEMM runs in parts while the next part is copied. auto: copy_engine if it works, for two ranks
+    of a node, or for up to four if steps are recorded as CUDA graphs; otherwise nccl."""
+    nccl_communicator_config_path: str | None = None
+    """YAML file of NCCL settings for each process group, in megatron-core's format. Example: {dp_cp: {max_ctas: 8}}
+    limits the multiprocessors that data-parallel collectives use during GEMMs."""
+    distributed_timeout_minutes: Minutes = 10.0
+    """Time limit of a collective. The job ends if one takes longer."""
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that work on one sample: tensor × context × pipeline."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether context-parallel ranks exchange their parts of a sequence for heads."""
+        return self.context_parallel_size > 1 and self.cp_comm_type == "a2a"
+
+    @property
+    def sequence_shares(self) -> int:
+        """Parts of a sequence on tensor-parallel ranks, outside of attention and MLPs: one without sequence
+        parallelism."""
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1
+
+    def with_stages(self, size: int) -> ParallelConfig:
+        """These settings with `size` even pipeline stages and the plain 1F1B schedule."""
+        defaults = ParallelConfig()
+        changed = {name: getattr(defaults, name) for name in PIPELINE_SETTINGS}
+        return replace(self, **{**changed, "pipeline_model_parallel_size": size})

@@ -1,0 +1,1 @@
+"""What each kind of model is: one folder an architecture."""

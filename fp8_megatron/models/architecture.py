@@ -1,0 +1,172 @@
+"""What the rest of the package asks of a kind of model; `registry` finds the kind from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..config.model import ModelConfig
+from ..config.schema import Config
+from .keys import Shape
+
+if TYPE_CHECKING:
+    from .hugging_face import HuggingFace  # imports torch
+
+
+class Place(Enum):
+    """Which pipeline stages hold a parameter."""
+
+    FIRST = "first"
+    LAYERS = "layers"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row of an architecture's table: a parameter outside the layers, or one that each layer has.
+
+    Attributes:
+        key: its key in checkpoints, which stack layers along a first axis (``decoder.layers.mlp.linear_fc2.weight``).
+        shape: of the whole tensor, in one layer.
+        place: the stages that hold it. The last stage has a copy of an embedding that is also the head (`is_tied`).
+        axis: the axis that tensor-parallel ranks share. None: each of them holds the whole.
+        pieces: equal parts of the axis, each of which is shared (2: gate and up of a gated MLP).
+        is_linear: a layer's linear weight, which is in FP8 if the layer is.
+    """
+
+    key: str
+    shape: Shape
+    place: Place = Place.LAYERS
+    axis: int | None = None
+    pieces: int = 1
+    is_linear: bool = False
+    is_tied: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor, in one layer."""
+        return prod(self.shape)
+
+    def whole_shape(self, num_layers: int) -> Shape:
+        """The shape in a checkpoint of a model of so many layers."""
+        return (num_layers, *self.shape) if self.place is Place.LAYERS else self.shape
+
+    def numel_of_rank(self, tensor_parallel_size: int) -> int:
+        """Elements that one tensor-parallel rank holds, in one layer."""
+        return self.numel // (1 if self.axis is None else tensor_parallel_size)
+
+    def copies(self, num_layers: int, *, is_first: bool, is_last: bool) -> int:
+        """How many a stage holds.
+
+        Args:
+            num_layers: of the stage.
+            is_first, is_last: whether the stage is the first, the last. One stage is both.
+        """
+        if self.place is Place.LAYERS:
+            return num_layers
+        if self.place is Place.FIRST:
+            return int(is_first or (is_last and self.is_tied))
+        return int(is_last)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What the kernels between the GEMMs of a layer work on: columns of a token, of all tensor-parallel ranks.
+
+    Attributes:
+        stream: of the residual stream.
+        head: of one attention head.
+        queries, keys: of all query heads, of all key heads; values have as many as keys.
+        mlp: of the MLP's hidden state.
+        mlp_input: of the input to the MLP's activation: `mlp`, or twice as many if it is gated.
+        activation: as `kernels.activation` names it.
+        has_windows: attention leaves tokens out.
+    """
+
+    stream: int
+    head: int
+    queries: int
+    keys: int
+    mlp: int
+    mlp_input: int
+    activation: str
+    has_windows: bool
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP multiplies its activation with a second projection of the input."""
+        return self.mlp_input > self.mlp
+
+
+class Architecture(Protocol):
+    """A kind of model: a package of `models` that has these names."""
+
+    def describes(self, model: ModelConfig) -> bool:
+        """Whether the settings are those of a model of this kind."""
+
+    def parameters(self, model: ModelConfig, padded_vocab_size: int) -> list[Parameter]:
+        """The table of parameters, in the order of the forward pass."""
+
+    def layer_shape(self, model: ModelConfig) -> LayerShape:
+        """The widths of a layer."""
+
+    def attention_flops(self, model: ModelConfig, *, causal: bool) -> float:
+        """FLOPs of core attention in the forward of one token, of all layers.
+
+        It is two GEMMs of ``2 · seq · heads · head_dim`` per token and layer with ``causal=False``, the convention of
+        all TFLOP/s that Megatron and FP8-LM (arXiv 2310.18313) publish. ``causal=True`` gives half of that: it counts
+        only the positions that a token sees, also of a window. With --reset-attention-mask both are upper bounds: how
+        many positions a token sees depends on the text.
+        """
+
+    def kept_bytes(self, config: Config, layer: int) -> float:
+        """Bytes that a layer keeps of each token of the micro-batch for its backward, on one rank.
+
+        Args:
+            layer: counted over the whole model.
+        """
+
+    def recomputed_mlp_bytes(self, config: Config, layer: int) -> float:
+        """Bytes that exist of each token while --recompute-modules mlp computes a layer's MLP again, on one rank."""
+
+    def forward_bytes(self, config: Config, layer: int) -> int:
+        """The most that a layer's forward holds of a micro-batch if nothing is kept for backward, on one rank."""
+
+    def backward_bytes(self, config: Config, layer: int) -> int:
+        """The most that a layer's backward makes of a micro-batch beside what forward kept, on one rank."""
+
+    def table_bytes(self, config: Config) -> int:
+        """Bytes of tables that all layers of a rank read."""
+
+    @property
+    def computed_settings(self) -> Sequence[str]:
+        """Settings of the model that change what weights of the same shapes compute."""
+
+    def changed_setting(self, saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool = False) -> str | None:
+        """The first of `computed_settings` under which saved weights compute something else in this model.
+
+        Args:
+            saved: settings; one that is not in it counts as equal.
+            finetune: allow another base and scaling of RoPE, YaRN too, for a longer context.
+        """
+
+    def problems(self, config: Config) -> Iterable[str]:
+        """One line for each problem of the model's settings: what cannot work, the values, the fix."""
+
+    def hugging_face(self) -> HuggingFace:
+        """Its names in Hugging Face's transformers."""
+
+    @property
+    def layer_orders(self) -> Sequence[Sequence[str]]:
+        """The orders in which Megatron's optimizer may lay out a layer's parameters, by the ends of their keys."""
+
+    @property
+    def linear_weights(self) -> Collection[str]:
+        """Keys of linear weights in layers."""
+
+    @property
+    def shared_axes(self) -> Mapping[str, int]:
+        """The axis that tensor-parallel ranks share, by key, of every parameter that they share in any model."""

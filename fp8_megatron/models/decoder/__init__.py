@@ -1,0 +1,26 @@
+"""The GPT: a decoder of dense layers. The names below are what `models.architecture.Architecture` asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...config.model import ModelConfig
+from .checks import problems
+from .computed import changed_setting, computed_settings
+from .costs import attention_flops, backward_bytes, forward_bytes, kept_bytes, recomputed_mlp_bytes, table_bytes
+from .table import layer_orders, layer_shape, linear_weights, parameters, shared_axes
+
+if TYPE_CHECKING:
+    from ..hugging_face import HuggingFace
+
+
+def hugging_face() -> HuggingFace:
+    """As `Architecture.hugging_face`."""
+    from . import hugging_face_config  # imports torch
+
+    return hugging_face_config
+
+
+def describes(model: ModelConfig) -> bool:
+    """Every model that no other architecture describes."""
+    return True

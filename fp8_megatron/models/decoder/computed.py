@@ -1,0 +1,76 @@
+"""The settings of a decoder that change what weights of the same shapes compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...config.model import ROTARY_KINDS, SETTINGS_WITHOUT_YARN, YARN_SETTINGS, ModelConfig
+
+#: Settings that choose GELU's form, beside --disable-bias-linear.
+_FORM_OF_GELU = ("bias_gelu_fusion", "use_te_activation_func")
+#: As `Architecture.computed_settings`. Given the shapes, the number of heads fixes the other widths of attention.
+computed_settings = (
+    "num_attention_heads",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "squared_relu",
+    "quick_geglu",
+    *_FORM_OF_GELU,
+    "position_embedding_type",
+    "rotary_percent",
+    "rotary_base",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    *YARN_SETTINGS,
+    "window_size",
+    "window_attn_skip_freq",
+)
+#: Base and scaling of RoPE, which a longer context may change.
+_SCALES = (
+    "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    *YARN_SETTINGS,
+)
+
+
+def changed_setting(saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool = False) -> str | None:
+    """As `Architecture.changed_setting`."""
+    passed = {*_unread(model), *(_SCALES if finetune else ())}
+    if finetune and model.uses_rope and saved.get("position_embedding_type") in ROTARY_KINDS:
+        passed.add("position_embedding_type")
+    for name in computed_settings:
+        if name not in saved or name in passed:
+            continue
+        if saved[name] != getattr(model, name) and not _is_same(saved, model, name):
+            return name
+    return None
+
+
+def _unread(model: ModelConfig) -> tuple[str, ...]:
+    """The settings of `computed_settings` that the model does not read."""
+    if not model.uses_rope:
+        return ("rotary_base", *SETTINGS_WITHOUT_YARN, *YARN_SETTINGS)
+    if model.position_embedding_type == "yarn":
+        return SETTINGS_WITHOUT_YARN
+    return YARN_SETTINGS if model.use_rope_scaling else (*YARN_SETTINGS, "rope_scaling_factor")
+
+
+def _is_same(saved: Mapping[str, Any], model: ModelConfig, name: str) -> bool:
+    """Whether two spellings of a setting mean the same: windows and forms of GELU have several."""
+    if name in _FORM_OF_GELU:
+        named = {each: saved[each] for each in (*_FORM_OF_GELU, "disable_bias_linear") if each in saved}
+        return replace(model, **named).activation == model.activation
+    if not name.startswith("window_"):
+        return False
+    theirs = {each: saved[each] for each in ("window_size", "window_attn_skip_freq") if each in saved}
+    try:
+        return replace(model, **theirs).windows == model.windows
+    except (ValueError, IndexError, ZeroDivisionError):  # not the text of a window
+        return False

@@ -1,0 +1,107 @@
+"""The parameters of a decoder under their keys in checkpoints (`models.keys`), and the widths of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ...config.model import ModelConfig
+from ..architecture import LayerShape, Parameter, Place
+from ..keys import ATTENTION_NORM, LAYERS, MLP_NORM, OUTPUT_LAYER, VOCABULARY_KEYS, WORD_EMBEDDING
+
+POSITION_EMBEDDING = "embedding.position_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm."
+QKV = LAYERS + "self_attention.linear_qkv."
+PROJECTION = LAYERS + "self_attention.linear_proj."
+QUERY_NORM = LAYERS + "self_attention.q_layernorm."
+KEY_NORM = LAYERS + "self_attention.k_layernorm."
+FC1 = LAYERS + "mlp.linear_fc1."
+FC2 = LAYERS + "mlp.linear_fc2."
+
+#: Linear layers of a decoder layer: the ones in FP8.
+linear_weights = tuple(prefix + "weight" for prefix in (QKV, PROJECTION, FC1, FC2))
+#: The axis that tensor-parallel ranks share: the rows of column-parallel layers with their biases, the columns of
+#: row-parallel layers.
+shared_axes: Mapping[str, int] = MappingProxyType(
+    {
+        **dict.fromkeys((*VOCABULARY_KEYS, QKV + "weight", QKV + "bias", FC1 + "weight", FC1 + "bias"), 0),
+        **dict.fromkeys((PROJECTION + "weight", FC2 + "weight"), 1),
+    }
+)
+_NORM = ("layer_norm_weight", "layer_norm_bias")
+_WEIGHTS = ("weight", "bias")
+_HEAD_NORMS = (("self_attention.q_layernorm", _WEIGHTS), ("self_attention.k_layernorm", _WEIGHTS))
+#: As `Architecture.layer_orders`: with Transformer Engine's layers, whose norms are part of the linear layer behind
+#: them, and with megatron-core's own.
+layer_orders = tuple(
+    tuple(f"{module}.{name}" for module, names in modules for name in names)
+    for modules in (
+        (
+            ("self_attention.linear_proj", _WEIGHTS),
+            ("self_attention.linear_qkv", _NORM + _WEIGHTS),
+            *_HEAD_NORMS,
+            ("mlp.linear_fc1", _NORM + _WEIGHTS),
+            ("mlp.linear_fc2", _WEIGHTS),
+        ),
+        (
+            ("self_attention.linear_qkv", _NORM),
+            ("self_attention.linear_proj", _WEIGHTS),
+            ("self_attention.linear_qkv", _WEIGHTS),
+            *_HEAD_NORMS,
+            ("mlp.linear_fc1", _NORM + _WEIGHTS),
+            ("mlp.linear_fc2", _WEIGHTS),
+        ),
+    )
+)
+
+
+def parameters(model: ModelConfig, padded_vocab_size: int) -> list[Parameter]:
+    """As `Architecture.parameters`."""
+    hidden, vocabulary = model.hidden_size, (padded_vocab_size, model.hidden_size)
+    ties = not model.untie_embeddings_and_output_weights
+    rows = [Parameter(WORD_EMBEDDING, vocabulary, Place.FIRST, 0, is_tied=ties)]
+    if model.position_embedding_type == "learned_absolute":
+        positions = model.max_position_embeddings or model.seq_length
+        rows.append(Parameter(POSITION_EMBEDDING, (positions, hidden), Place.FIRST))
+    rows += _norm(model, ATTENTION_NORM, hidden)
+    rows += _linear(model, QKV, model.query_width + 2 * model.key_width, hidden)
+    if model.qk_layernorm:
+        rows += [row for key in (QUERY_NORM, KEY_NORM) for row in _norm(model, key, model.head_dim)]
+    rows += _linear(model, PROJECTION, hidden, model.query_width)
+    rows += _norm(model, MLP_NORM, hidden)
+    rows += _linear(model, FC1, model.mlp_columns, hidden)
+    rows += _linear(model, FC2, hidden, model.padded_ffn_hidden_size)
+    rows += _norm(model, FINAL_NORM, hidden, Place.LAST)
+    if not ties:
+        rows.append(Parameter(OUTPUT_LAYER, vocabulary, Place.LAST, 0))
+    return rows
+
+
+def layer_shape(model: ModelConfig) -> LayerShape:
+    """As `Architecture.layer_shape`."""
+    return LayerShape(
+        stream=model.hidden_size,
+        head=model.head_dim,
+        queries=model.query_width,
+        keys=model.key_width,
+        mlp=model.padded_ffn_hidden_size,
+        mlp_input=model.mlp_columns,
+        activation=model.activation,
+        has_windows=model.window_size is not None,
+    )
+
+
+def _norm(model: ModelConfig, key: str, width: int, place: Place = Place.LAYERS) -> list[Parameter]:
+    parts = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
+    return [Parameter(key + part, (width,), place) for part in parts]
+
+
+def _linear(model: ModelConfig, key: str, num_outputs: int, num_inputs: int) -> list[Parameter]:
+    pieces = 2 if key == FC1 and model.is_gated else 1
+    weight = key + "weight"
+    rows = [
+        Parameter(weight, (num_outputs, num_inputs), axis=shared_axes[weight], pieces=pieces, is_linear=True),
+        Parameter(key + "bias", (num_outputs,), axis=shared_axes.get(key + "bias"), pieces=pieces),
+    ]
+    has_bias = not model.disable_bias_linear or (key == QKV and model.add_qkv_bias)
+    return rows if has_bias else rows[:1]

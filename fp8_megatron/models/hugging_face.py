@@ -1,0 +1,100 @@
+"""What conversions ask of an architecture's names in Hugging Face's transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..config.model import ModelConfig
+from .keys import LAYERS, Shape
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of transformers.
+
+    Attributes:
+        model_type: in its ``config.json``.
+        layers: what begins the names of tensors in its layers.
+        prefix: what begins all names, where published folders leave it out; else nothing.
+        has_linear_modules: its linear layers are torch's, which readers of FP8 layouts take.
+    """
+
+    model_type: str
+    layers: str = "model.layers."
+    prefix: str = ""
+    has_linear_modules: bool = True
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One weight of ours, and the tensors of theirs that it is made of.
+
+    Attributes:
+        key: standard key (`models.keys`).
+        names: their names; ``{}`` stands for the layer.
+        join: their tensors → ours. Values do not change; any dtype is kept.
+        split: ours → theirs, in the order of `names`; views if possible.
+        refuses: `join` may refuse values, with a `CheckpointError`.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
+    split: Callable[[Tensor], tuple[Tensor, ...]] = lambda tensor: (tensor,)
+    refuses: bool = field(default=False, kw_only=True)
+
+    def names_of(self, layer: int | None) -> tuple[str, ...]:
+        """Names of theirs in one layer."""
+        return tuple(name.format(layer) for name in self.names)
+
+    def split_shapes(self, shape: Shape) -> tuple[Shape, ...]:
+        """The shapes of their tensors, from the shape of ours. Needs no data."""
+        return tuple(tuple(part.shape) for part in self.split(torch.empty(shape, device="meta")))
+
+    def layers(self, model: ModelConfig) -> Sequence[int | None]:
+        """The layers that the rule applies to: all layers, or [None] for a weight outside the layers."""
+        return range(model.num_layers) if self.key.startswith(LAYERS) else [None]
+
+
+class HuggingFace(Protocol):
+    """An architecture's names in transformers: a module with these functions."""
+
+    @property
+    def families(self) -> Mapping[str, Family]:
+        """The architectures of transformers that it reads and writes, by ``model_type``."""
+
+    def model_from_json(self, settings: Json) -> ModelConfig:
+        """The model that a ``config.json`` describes; `seq_length` is its longest context.
+
+        Raises:
+            CheckpointError: lists all settings that this project does not implement, one per line.
+        """
+
+    def token_ids_of_json(self, settings: Json) -> dict[str, Any]:
+        """The ids of special tokens in a ``config.json``: a number, a list of them (``eos_token_id``) or None."""
+
+    def family_of(self, model: ModelConfig) -> Family:
+        """The architecture that computes the same as this model.
+
+        Raises:
+            CheckpointError: there is none. The message says what differs for each.
+        """
+
+    def json_from_model(self, model: ModelConfig, vocab_size: int, dtype: str) -> dict[str, Any]:
+        """The ``config.json`` of a model whose `family_of` exists; `dtype` of the weights is torch's word."""
+
+    def rules(self, model: ModelConfig, vocab_size: int, settings: Json | None = None) -> list[Rule]:
+        """The rules of every weight, in the order of the forward pass.
+
+        Args:
+            vocab_size: rows without padding, which theirs keep.
+            settings: of the ``config.json`` that is read; None: of the one that is written. Biases that theirs has and
+                this model lacks are zero.
+        """

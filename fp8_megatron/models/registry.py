@@ -1,0 +1,54 @@
+"""Finds the architecture of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..config.model import ModelConfig
+from ..errors import CheckpointError
+from . import decoder
+from .architecture import Architecture
+from .hugging_face_values import shown
+from .keys import Shape
+
+if TYPE_CHECKING:
+    from .hugging_face import HuggingFace
+
+#: The first that describes a model is its own.
+ARCHITECTURES: tuple[Architecture, ...] = (decoder,)
+
+
+def architecture_of(model: ModelConfig) -> Architecture:
+    """The architecture of a model."""
+    return next(each for each in ARCHITECTURES if each.describes(model))
+
+
+def shared_axis(key: str) -> int | None:
+    """The axis of one layer's tensor that tensor-parallel ranks share; None if each has the whole."""
+    return next((each.shared_axes[key] for each in ARCHITECTURES if key in each.shared_axes), None)
+
+
+def is_linear_weight(key: str) -> bool:
+    """Whether it is the key of layers' linear weights, which may be in FP8."""
+    return any(key in each.linear_weights for each in ARCHITECTURES)
+
+
+def weight_shapes(model: ModelConfig, padded_vocab_size: int) -> dict[str, Shape]:
+    """Whole shapes of every weight by key, layers stacked, in the order of the forward pass."""
+    rows = architecture_of(model).parameters(model, padded_vocab_size)
+    return {row.key: row.whole_shape(model.num_layers) for row in rows}
+
+
+def hugging_face_of_json(settings: Mapping[str, Any]) -> HuggingFace:
+    """The names of the architecture that a ``config.json`` of Hugging Face describes.
+
+    Raises:
+        CheckpointError: no architecture reads its ``model_type``.
+    """
+    kind, all_names = settings.get("model_type"), [each.hugging_face() for each in ARCHITECTURES]
+    found = next((names for names in all_names if kind in [*names.families]), None)
+    if found is None:
+        readable = ", ".join(kind for names in all_names for kind in names.families)
+        raise CheckpointError(f"config.json: model_type {shown(kind)} is not supported; convertible ones: {readable}")
+    return found
