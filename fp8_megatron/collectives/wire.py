@@ -129,5 +129,15 @@ def accumulate_rows_(
     """
     n = accumulator.numel()
     assert rows.numel == num_rows * n, (accumulator.shape, rows.numel, num_rows)
-    elsewhere = None if own is None else (own.row, own.values.payload, own.values.scales)
-    ops.accumulate_rows_(rows.payload, rows.scales, accumulator, factor=factor, add=add, own=elsewhere)
+    if own is None:
+        ops.accumulate_rows_(rows.payload, rows.scales, accumulator, factor=factor, add=add)
+        return
+    elsewhere = own.values
+    ops.accumulate_rows_(
+        *(rows.payload, rows.scales, accumulator),
+        factor=factor,
+        add=add,
+        own_row=own.row,
+        own_payload=elsewhere.payload,
+        own_scales=elsewhere.scales,
+    )

@@ -7,10 +7,11 @@
 - the **CPU** implementation: the specification itself;
 - the **GPU** implementation: a function of the same name and signature in another module, imported by the first call on
   a GPU, because a machine without one has no Triton;
-- the **fake** version, which gives outputs their shapes and dtypes for FakeTensor and torch.compile.
+- the **fake** version, which gives outputs their shapes and dtypes for FakeTensor and torch.compile;
+- the **check** of what a caller passes, on every device.
 
 The device of the first operand selects the implementation. A device without a variant is an error that names the
-operator; no call falls back to another variant.
+operator; no call falls back to another variant. `callable_of` makes what the rest of the package calls.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, update_wrapper
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling  # noqa: F401 (in _SOURCE)
 
 from ..device.device import UnsupportedDeviceError
 
@@ -33,6 +34,8 @@ NAMESPACE = "fp8_megatron"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,14 @@ class Operator:
         gpu_module: the absolute name of the module with the GPU function of the same name; None if there is none.
         mutates: parameters, or fields of bundles, that are written.
         fake: outputs from the bound arguments; None if the operator returns nothing.
+        check: what refuses wrong arguments; it names those that it reads.
     """
 
     reference: Callable[..., Any]
     gpu_module: str | None
     mutates: tuple[str, ...]
     fake: Callable[[SimpleNamespace], Any] | None
+    check: Callable[..., Any] | None = None
     annotations: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +104,14 @@ class Operator:
 
         return call
 
+    def specification(self, *arguments: Any) -> Any:
+        """The specification, in the dtypes that it names: a caller's autocast would round its products to 16 bits."""
+        named = dict(zip(self.parameters, arguments, strict=True))
+        if not torch.is_autocast_enabled("cpu"):
+            return self.reference(**named)
+        with torch.autocast("cpu", enabled=False):
+            return self.reference(**named)
+
     def outputs(self, *arguments: Any) -> Any:
         """The fake version."""
         if self.fake is None:
@@ -128,12 +141,16 @@ class Operator:
         )
 
 
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_POSITIONAL, _EMPTY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
 _operators: dict[str, Operator] = {}
 
 
 def operator(
-    *, gpu: str | None, fake: Callable[[SimpleNamespace], Any] | None = None, mutates: Sequence[str] = ()
+    *,
+    gpu: str | None,
+    fake: Callable[[SimpleNamespace], Any] | None = None,
+    mutates: Sequence[str] = (),
+    check: Callable[..., Any] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Declare the decorated specification as the operator of its name; the function stays as it is.
 
@@ -145,12 +162,13 @@ def operator(
         fake: outputs of the right shapes, dtypes and device, from a namespace of the specification's arguments; None
             if it returns nothing.
         mutates: parameters, or fields of bundles, whose tensors are written in place.
+        check: called before every call of `callable_of`, with those of its arguments that it has a parameter for.
     """
 
     def declare(reference: _Function) -> _Function:
         package = reference.__module__.rpartition(".")[0]
         module = None if gpu is None else _absolute(gpu, package)
-        _define(Operator(reference, module, tuple(mutates), fake))
+        _define(Operator(reference, module, tuple(mutates), fake, check))
         return reference
 
     return declare
@@ -160,7 +178,7 @@ def _define(declared: Operator) -> None:
     name = declared.name
     _operators[name] = declared
     _LIBRARY.define(declared.schema(), tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(name, _without_autocast(declared.bundled(declared.reference)), "CPU")
+    _LIBRARY.impl(name, declared.bundled(declared.specification), "CPU")
     _LIBRARY.impl(name, declared.bundled(_on_first_call(declared)), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", declared.bundled(declared.outputs), lib=_LIBRARY)
 
@@ -170,52 +188,58 @@ def _define(declared: Operator) -> None:
     _LIBRARY.impl(name, on_another_device, "CompositeExplicitAutograd")
 
 
-def _without_autocast(specification: Callable[..., Any]) -> Callable[..., Any]:
-    """`specification` in the dtypes that it names: a caller's autocast would round its products to 16 bits."""
-
-    def call(*operands: Any) -> Any:
-        if not torch.is_autocast_enabled("cpu"):
-            return specification(*operands)
-        with torch.autocast("cpu", enabled=False):
-            return specification(*operands)
-
-    return call
-
-
 def operators() -> dict[str, Operator]:
     """Those declared so far, by name."""
     return dict(_operators)
 
 
-def callables() -> SimpleNamespace:
-    """By name, the declared operators for callers inside this package; they take what the specifications do.
+def callable_of(reference: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The operator of a specification, for callers inside this package; it takes what the specification does.
 
     A plain CUDA tensor goes to its variant directly: the dispatcher would choose the same variant and cost the host 4
     to 8 µs a call. All other cases (tracing, fake tensors, other devices) use the operator.
     """
-    return SimpleNamespace(**{name: _callable(declared) for name, declared in _operators.items()})
-
-
-def _callable(declared: Operator) -> Callable[..., Any]:
+    declared = _operators[reference.__name__]
+    assert declared.reference is reference, reference
+    scope: dict[str, Any] = {}
+    exec(compile(_source(declared), f"<{NAMESPACE}::{declared.name}>", "exec"), globals(), scope)
     dispatched = getattr(getattr(torch.ops, NAMESPACE), declared.name).default
+    call = scope["make"](declared.check, declared.gpu_variant, dispatched)
+    call.__kwdefaults__, call.__defaults__ = reference.__kwdefaults__, reference.__defaults__
+    made: Callable[_P, _R] = update_wrapper(call, reference)
+    return made
 
-    def on_cuda(*arguments: Any) -> Any:
-        nonlocal on_cuda
-        on_cuda = declared.gpu_variant()
-        return on_cuda(*arguments)
 
-    def call(first: Any, *others: Any) -> Any:
-        if type(first) is Tensor and first.is_cuda and not is_dynamo_compiling():
-            return on_cuda(first, *others)
-        return dispatched(first, *flat(others))
+#: Written out for each operator, because taking arguments apart at a call costs the host more than the rest of it.
+_SOURCE = """
+def make(check, gpu_variant, dispatched):
+    def on_gpu(*operands):
+        nonlocal on_gpu
+        on_gpu = gpu_variant()
+        return on_gpu(*operands)
 
-    def call_nested(first: Any, *others: Any) -> Any:
-        tensor = _first_tensor(first)
-        if type(tensor) is Tensor and tensor.is_cuda and not is_dynamo_compiling():
-            return on_cuda(first, *others)
-        return dispatched(*flat((first, *others)))
+    def call({parameters}):
+        {check}
+        if type({first}) is Tensor and {first}.is_cuda and not is_dynamo_compiling():
+            return on_gpu({operands})
+        return dispatched({leaves})
 
-    return call if next(iter(declared.parameters.values())) is Tensor else call_nested
+    return call
+"""
+
+
+def _source(declared: Operator) -> str:
+    signature = inspect.signature(declared.reference)
+    parameters = [parameter.replace(annotation=_EMPTY, default=_EMPTY) for parameter in signature.parameters.values()]
+    leaves = [".".join(path) for name, kind in declared.parameters.items() for path, _ in _leaves(kind, (name,))]
+    first_kind = next(kind for name, kind in declared.parameters.items() for _, kind in _leaves(kind, (name,)))
+    return _SOURCE.format(
+        parameters=str(signature.replace(parameters=parameters, return_annotation=_EMPTY))[1:-1],
+        check=f"check({', '.join(inspect.signature(declared.check).parameters)})" if declared.check else "",
+        first=leaves[0] if first_kind is Tensor else f"{leaves[0]}[0]",
+        operands=", ".join(declared.parameters),
+        leaves=", ".join(leaves),
+    )
 
 
 def _on_first_call(declared: Operator) -> Callable[..., Any]:

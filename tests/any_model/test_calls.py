@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fp8_megatron
-from fp8_megatron.kernels import ops
+from fp8_megatron.kernels import ops, registration
 
 CASTS_OF_TENSORS = {"quantize_with_scale": 1, "quantize_grad_output": 1}
 GEMMS = {"scaled_mm": 1, "scaled_mm_into_": 2}
@@ -50,12 +50,12 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     calls: Counter[str] = Counter()
 
     def counted(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             calls[name] += 1
-            return operator(*arguments)
+            return operator(*arguments, **named)
 
         return call
 
-    for name, operator in vars(ops._OPS).items():
-        monkeypatch.setattr(ops._OPS, name, counted(name, operator))
+    for name in registration.operators():
+        monkeypatch.setattr(ops, name, counted(name, getattr(ops, name)))
     return calls

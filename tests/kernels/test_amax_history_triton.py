@@ -47,10 +47,9 @@ def test_one_launch_gives_what_the_specification_gives(
     total = torch.tensor([square_sum])
     expected, measured = state(length, n), {name: value.cuda() for name, value in state(length, n).items()}
     for _ in range(3):
-        by_specification = amax_history.update_amax_history_(*expected.values(), total, keeps_largest, power_of_two)
-        on_gpu = ops.update_amax_history_(
-            *measured.values(), total.cuda(), keeps_largest=keeps_largest, power_of_two=power_of_two
-        )
+        settings = {"keeps_largest": keeps_largest, "power_of_two": power_of_two}
+        by_specification = amax_history.update_amax_history_(*expected.values(), total, **settings)
+        on_gpu = ops.update_amax_history_(*measured.values(), total.cuda(), **settings)
         for mine, theirs in zip(on_gpu, by_specification, strict=True):
             assert torch.equal(mine.cpu(), theirs)
         for name, value in expected.items():
@@ -84,14 +83,10 @@ def test_records_are_examined_as_the_specification_does(n: int, saturated: bool,
     for most_saturated, before in ((0.1, 0.0), (0.1, 2.0), (math.inf, 2.0)):
         total, streak = torch.tensor([3.0]), torch.tensor([before])
         on_gpu_total, on_gpu_streak = total.cuda(), streak.cuda()
-        expected = amax_history.examine_records_(*given, total, streak, 4, most_saturated)
-        found = ops.examine_records_(
-            *(value.cuda() for value in given),
-            on_gpu_total,
-            on_gpu_streak,
-            num_roles=4,
-            most_saturated=most_saturated,
-        )
+        roles = {"num_roles": 4, "most_saturated": most_saturated}
+        expected = amax_history.examine_records_(*given, total, streak, **roles)
+        on_gpu = (value.cuda() for value in given)
+        found = ops.examine_records_(*on_gpu, on_gpu_total, on_gpu_streak, **roles)
         assert torch.equal(on_gpu_streak.cpu(), streak)
         for mine, theirs in zip(found, expected, strict=True):
             assert torch.equal(mine.cpu(), theirs)

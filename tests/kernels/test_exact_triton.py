@@ -157,7 +157,7 @@ def rows_are_summed(num_rows: int, n: int, add: bool, dtype: torch.dtype = torch
         guards = Guards()
         on_gpu = copies([payload, scales, accumulator], guards)
         expected = accumulator.clone()
-        wire.accumulate_rows_(payload, scales, expected, factor, add, -1, None, None, None)
+        wire.accumulate_rows_(payload, scales, expected, factor=factor, add=add)
         ops.accumulate_rows_(*on_gpu, factor=factor, add=add)
         assert_all_same(on_gpu, [payload, scales, expected])
         guards.check()
@@ -176,15 +176,15 @@ def test_accumulate_rows_without_scales(
     accumulator = torch.randn(n).to(accumulated)
     for factor, add in ((1.0, True), (1.0 / num_rows, False)):
         expected = accumulator.clone()
-        wire.accumulate_rows_(payload, None, expected, factor, add, -1, None, None, None)
+        wire.accumulate_rows_(payload, None, expected, factor=factor, add=add)
         given = payload.clone()
         if own_row is not None:
             given.view(num_rows, n)[own_row] = math.nan
         own_payload = payload.view(num_rows, n)[0 if own_row is None else own_row].clone()
         guards = Guards()
         on_gpu = copies([given, accumulator, own_payload], guards)
-        own = None if own_row is None else (own_row, on_gpu[2], None)
-        ops.accumulate_rows_(on_gpu[0], None, on_gpu[1], factor=factor, add=add, own=own)
+        own = {} if own_row is None else {"own_row": own_row, "own_payload": on_gpu[2]}
+        ops.accumulate_rows_(on_gpu[0], None, on_gpu[1], factor=factor, add=add, **own)
         assert_all_same(on_gpu[1:2], [expected])
         guards.check()
 
@@ -193,7 +193,7 @@ def test_accumulate_rows_without_scales(
 def test_accumulate_rows_and_what_is_added_to_their_rounded_sum(num_rows: int, n: int) -> None:
     payload, addend = torch.randn(num_rows * n).bfloat16(), 30 * torch.randn(n).bfloat16()
     expected = torch.empty(n, dtype=torch.bfloat16)
-    wire.accumulate_rows_(payload, None, expected, 1.0, False, -1, None, None, addend)
+    wire.accumulate_rows_(payload, None, expected, factor=1.0, add=False, addend=addend)
     guards = Guards()
     on_gpu = copies([payload, torch.full_like(addend, math.nan), addend], guards)
     ops.accumulate_rows_(on_gpu[0], None, on_gpu[1], factor=1.0, add=False, addend=on_gpu[2])
@@ -209,11 +209,12 @@ def test_accumulate_rows_with_one_elsewhere(num_rows: int, n: int, own_row: int)
     own_scales = scales.view(num_rows, -1)[own_row].clone()
     accumulator = torch.randn(n)
     expected = accumulator.clone()
-    wire.accumulate_rows_(payload, scales, expected, 0.5, True, -1, None, None, None)
+    wire.accumulate_rows_(payload, scales, expected, factor=0.5, add=True)
     scales.view(num_rows, -1)[own_row] = math.nan
     guards = Guards()
     on_gpu = copies([payload, scales, accumulator, own_payload, own_scales], guards)
-    ops.accumulate_rows_(*on_gpu[:3], factor=0.5, add=True, own=(own_row, *on_gpu[3:]))
+    own = {"own_row": own_row, "own_payload": on_gpu[3], "own_scales": on_gpu[4]}
+    ops.accumulate_rows_(*on_gpu[:3], factor=0.5, add=True, **own)
     assert_all_same(on_gpu[:3], [payload, scales, expected])
     guards.check()
 
@@ -233,7 +234,7 @@ def test_accumulate_rows_beyond_two_billion_elements() -> None:
         rows = payload.view(torch.uint8).view(num_rows, n)[:, part].cpu().contiguous().view(E4M3).view(-1)
         row_scales = scales.view(num_rows, -1)[:, of_scales].cpu().contiguous().view(-1)
         expected = torch.ones(2**16)
-        wire.accumulate_rows_(rows, row_scales, expected, 1.0 / num_rows, True, -1, None, None, None)
+        wire.accumulate_rows_(rows, row_scales, expected, factor=1.0 / num_rows, add=True)
         assert_same(accumulator[part], expected)
 
 

@@ -55,25 +55,28 @@ def assert_same_payload(measured: Tensor, expected: Tensor) -> None:
 def test_norm_quantize(shape: tuple[int, int], rms: bool, has_bias: bool, power_of_two: bool) -> None:
     x = normal(*shape, seed=1, size=3.0) + 0.5
     weight, bias = 1 + normal(shape[1], seed=2, size=0.3), normal(shape[1], seed=3, size=0.3) if has_bias else None
-    settings = (1e-5, rms, E4M3, None, power_of_two, None)
-    payload, scale, mean, rstd = norm.norm_quantize(x, weight, bias, *settings)
-    measured = ops.norm_quantize(*cuda(x, weight, bias), E4M3, eps=1e-5, rms=rms, scale=None, power_of_two=power_of_two)
+    settings = {"eps": 1e-5, "rms": rms, "scale": None, "power_of_two": power_of_two}
+    payload, scale, mean, rstd = norm.norm_quantize(x, weight, bias, E4M3, **settings)
+    measured = ops.norm_quantize(*cuda(x, weight, bias), E4M3, **settings)
     torch.testing.assert_close(measured[1].cpu(), scale, rtol=1e-5, atol=0)
     torch.testing.assert_close(measured[2].cpu(), mean, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(measured[3].cpu(), rstd, rtol=1e-5, atol=0)
     assert_same_payload(measured[0], payload)
     amax = ops.norm_amax(*cuda(x, weight, bias), eps=1e-5, rms=rms)
-    torch.testing.assert_close(amax.cpu(), norm.norm_amax(x, weight, bias, 1e-5, rms), rtol=1e-5, atol=0)
+    torch.testing.assert_close(amax.cpu(), norm.norm_amax(x, weight, bias, eps=1e-5, rms=rms), rtol=1e-5, atol=0)
 
     given, recorded = scale * 2, torch.zeros(1, device="cuda")
     again = ops.norm_quantize(*cuda(x, weight, bias), E4M3, eps=1e-5, rms=rms, scale=given.cuda(), amax_out=recorded)[0]
-    assert_same_payload(again, norm.norm_quantize(x, weight, bias, 1e-5, rms, E4M3, given, False, None)[0])
+    assert_same_payload(
+        again,
+        norm.norm_quantize(x, weight, bias, eps=1e-5, rms=rms, dtype=E4M3, scale=given)[0],
+    )
     torch.testing.assert_close(recorded, amax, rtol=1e-6, atol=0)
     for transposed in (False, True):
         if transposed and shape[0] % 4:
             continue
         requantized = ops.norm_requantize(*cuda(x, weight, bias, mean, rstd, given), E4M3, transposed=transposed)
-        expected = norm.norm_requantize(x, weight, bias, mean, rstd, given, E4M3, transposed)
+        expected = norm.norm_requantize(x, weight, bias, mean, rstd, given, E4M3, transposed=transposed)
         assert_same_payload(requantized, expected)
 
 
@@ -85,7 +88,7 @@ def test_norm_backward(shape: tuple[int, int], rms: bool, has_bias: bool, has_re
     x, weight = normal(*shape, seed=1, size=3.0) + 0.5, 1 + normal(shape[1], seed=2, size=0.3)
     grad, residual = normal(*shape, seed=4, size=1e-3), normal(*shape, seed=5, size=1e-3) if has_residual else None
     mean, rstd = norm.statistics(x, 1e-5, rms)
-    expected = norm.norm_backward(grad[None], residual, x, weight, mean, rstd, has_bias)
+    expected = norm.norm_backward(grad[None], residual, x, weight, mean, rstd, has_bias=has_bias)
     measured = ops.norm_backward(*cuda(grad[None], residual, x, weight, mean, rstd), has_bias=has_bias)
     assert snr_db(measured[0].cpu(), expected[0]) > BF16_DB
     assert snr_db(measured[1].cpu(), expected[1]) > FP32_DB
@@ -115,7 +118,7 @@ def test_activation(shape: tuple[int, int], kind: str, power_of_two: bool) -> No
     rows, width = shape
     z = normal(rows, activation.INPUTS[kind] * width, seed=1, size=3.0)
     grad = normal(*shape, seed=2, size=1e-4)
-    payload, scale = activation.activation_quantize(z, kind, E4M3, None, power_of_two, None)
+    payload, scale = activation.activation_quantize(z, kind, E4M3, scale=None, power_of_two=power_of_two)
     measured, taken = ops.activation_quantize(z.cuda(), kind, E4M3, scale=None, power_of_two=power_of_two)
     torch.testing.assert_close(taken.cpu(), scale, rtol=1e-5, atol=0)
     assert_same_payload(measured, payload)
@@ -124,12 +127,10 @@ def test_activation(shape: tuple[int, int], kind: str, power_of_two: bool) -> No
     assert torch.equal(again.view(torch.uint8), measured.view(torch.uint8))
     torch.testing.assert_close(recorded, ops.activation_amax(z.cuda(), kind), rtol=1e-6, atol=0)
 
-    settings = (power_of_two, None, E4M3, scale, True)
-    expected = activation.activation_backward_quantize(grad, z, kind, E5M2, None, *settings)
-    result = ops.activation_backward_quantize(
-        *cuda(grad, z), kind, E5M2, scale=None, power_of_two=power_of_two,
-        activation_dtype=E4M3, activation_scale=scale.cuda(), column_sums=True,
-    )  # fmt: skip
+    settings = {"scale": None, "power_of_two": power_of_two, "activation_dtype": E4M3, "column_sums": True}
+    expected = activation.activation_backward_quantize(grad, z, kind, E5M2, **settings, activation_scale=scale)
+    on_gpu = cuda(grad, z)
+    result = ops.activation_backward_quantize(*on_gpu, kind, E5M2, **settings, activation_scale=scale.cuda())
     for index in range(3):
         assert_same_payload(result[index], expected[index])
         if kind == "squared_relu":  # no fast exponential
@@ -150,7 +151,7 @@ def test_activation(shape: tuple[int, int], kind: str, power_of_two: bool) -> No
 def test_quantize_grad_output(shape: tuple[int, int], current: bool) -> None:
     x = normal(*shape, seed=1, size=1e-3)
     scale = None if current else torch.full((1,), 1e-7)
-    expected = quantize.quantize_grad_output(x, E5M2, scale, False, None, True)
+    expected = quantize.quantize_grad_output(x, E5M2, scale=scale)
     given = None if scale is None else scale.cuda()
     measured = ops.quantize_grad_output(x.cuda(), E5M2, scale=given)
     for index in (0, 1):
@@ -171,7 +172,7 @@ def test_quantize_qkv_grad(widths: tuple[int, ...], layout: str, current: bool) 
     if layout == "bgsw":
         grads = [grad.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) for grad in grads]
     scale = None if current else torch.full((1,), 1e-7)
-    expected = qkv.quantize_qkv_grad(grads, E5M2, scale, False, None, True)
+    expected = qkv.quantize_qkv_grad(grads, E5M2, scale=scale, column_sums=True)
     recorded = None if current else torch.zeros(1, device="cuda")
     measured = ops.quantize_qkv_grad(
         [grad.cuda() for grad in grads], E5M2, scale=None if scale is None else scale.cuda(), amax_out=recorded,
@@ -192,13 +193,13 @@ def test_cross_entropy(shape: tuple[int, int], offset: int) -> None:
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(shape[1], (shape[0],), generator=generator)
     grad = torch.rand(shape[0], generator=generator)
-    expected = cross_entropy.cross_entropy_statistics(logits, labels, offset, shape[1])
+    expected = cross_entropy.cross_entropy_statistics(logits, labels, first=offset, num_columns=shape[1])
     on_gpu = logits.cuda()
     measured = ops.cross_entropy_statistics(on_gpu, labels.cuda(), first=offset)
     assert torch.equal(measured[0].cpu(), expected[0]) and torch.equal(measured[2].cpu(), expected[2])
     torch.testing.assert_close(measured[1].cpu(), expected[1], rtol=1e-5, atol=0)
     log_sum_exp = expected[0] + expected[1].log()
-    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, offset, shape[1])
+    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, first=offset, num_columns=shape[1])
     ops.cross_entropy_backward_(on_gpu, *(x.cuda() for x in (labels, log_sum_exp, grad)), first=offset)
     assert snr_db(on_gpu.cpu(), logits) > BF16_DB
 
@@ -215,7 +216,7 @@ def test_padding_takes_no_part_in_the_cross_entropy(shape: tuple[int, int], num_
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(max(num_columns, 1), (shape[0],), generator=generator) - 10 * (num_columns == 0)
     grad = torch.rand(shape[0], generator=generator)
-    expected = cross_entropy.cross_entropy_statistics(logits, labels, 0, num_columns)
+    expected = cross_entropy.cross_entropy_statistics(logits, labels, num_columns=num_columns)
     on_gpu = logits.cuda()
     measured = ops.cross_entropy_statistics(on_gpu, labels.cuda(), num_columns=num_columns)
     assert torch.equal(measured[0].cpu(), expected[0]) and torch.equal(measured[2].cpu(), expected[2])
@@ -226,11 +227,11 @@ def test_padding_takes_no_part_in_the_cross_entropy(shape: tuple[int, int], num_
     scale = torch.full((1,), 1e-6, device="cuda")
     quantized = ops.cross_entropy_backward_quantize(on_gpu, *operands, scale, E5M2, num_columns=num_columns)
     wanted = cross_entropy.cross_entropy_backward_quantize(
-        logits, labels, log_sum_exp, grad, scale.cpu(), E5M2, 0, num_columns
+        logits, labels, log_sum_exp, grad, scale.cpu(), E5M2, num_columns=num_columns
     )
     assert_same_payload(quantized[0], wanted[0])
     assert torch.equal(quantized[1].view(torch.uint8), quantized[0].view(torch.uint8).t())
-    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, 0, num_columns)
+    cross_entropy.cross_entropy_backward_(logits, labels, log_sum_exp, grad, num_columns=num_columns)
     ops.cross_entropy_backward_(on_gpu, *operands, num_columns=num_columns)
     assert not on_gpu[:, num_columns:].any() and not quantized[0].float()[:, num_columns:].any()
     finite = torch.arange(shape[0]) != 3
@@ -262,7 +263,7 @@ def test_cross_entropy_backward_quantize(shape: tuple[int, int], offset: int) ->
     ops.cross_entropy_backward_(values, labels, log_sum_exp, grad)
     for size in (1e-3 / 57344, 3e-8):
         scale = torch.full((1,), size)
-        expected = cross_entropy.cross_entropy_backward_quantize(*operands, scale, E5M2, 0, shape[1])
+        expected = cross_entropy.cross_entropy_backward_quantize(*operands, scale, E5M2)
         payload, payload_t = ops.cross_entropy_backward_quantize(logits, labels, log_sum_exp, grad, scale.cuda(), E5M2)
         assert_same_payload(payload, expected[0])
         assert torch.equal(payload_t.view(torch.uint8), payload.view(torch.uint8).t())
@@ -283,7 +284,7 @@ def test_cross_entropy_backward_quantize_of_what_is_not_finite(where: str, bad: 
     operands = cross_entropy_operands((64, 256), 0)
     operands[["logits", "", "log_sum_exp", "grad"].index(where)][3] = bad
     scale = torch.full((1,), 1e-8)
-    expected = cross_entropy.cross_entropy_backward_quantize(*operands, scale, E5M2, 0, 256)
+    expected = cross_entropy.cross_entropy_backward_quantize(*operands, scale, E5M2)
     payload, payload_t = ops.cross_entropy_backward_quantize(*cuda(*operands), scale.cuda(), E5M2)
     values, wanted = reference.decode(payload.cpu()), reference.decode(expected[0])
     assert torch.equal(values.isnan(), wanted.isnan())
@@ -342,7 +343,9 @@ def test_norm_quantize_scaled(shape: tuple[int, int], form: str, transposed: boo
     on_gpu = cuda(*operands)
     assert torch.equal(ops.norm_amax_scaled(*on_gpu).cpu(), norm.norm_amax_scaled(*operands))
     for given, power_of_two in ((None, False), (None, True), (torch.full((1,), 2e-5), False)):
-        payload, taken = norm.norm_quantize_scaled(*operands, E4M3, given, power_of_two, transposed)
+        payload, taken = norm.norm_quantize_scaled(
+            *operands, E4M3, scale=given, power_of_two=power_of_two, transposed=transposed
+        )
         measured = ops.norm_quantize_scaled(
             *on_gpu, E4M3, scale=cuda(given)[0], power_of_two=power_of_two, transposed=transposed
         )

@@ -67,7 +67,9 @@ def check(
         grad[0, rows // 2, columns // 3] = damage
     arguments = (grad, residual, x, weight, *norm.statistics(x, 1e-5, rms))
     scale = torch.full((1,), 1.3e-7)
-    expected = norm.norm_backward_quantize(*arguments, has_bias, E5M2, scale, None, transposed)
+    expected = norm.norm_backward_quantize(
+        *arguments, E5M2, has_bias=has_bias, scale=scale, amax_out=None, transposed=transposed
+    )
     on_gpu = [None if tensor is None else tensor.cuda() for tensor in arguments]
     amax = torch.zeros(1, device="cuda")
     *grads, payload, payload_t, sums = (

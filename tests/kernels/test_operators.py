@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -90,8 +91,8 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "norm_amax": [(x, weight, None, 1e-5, True), (x, weight, weight, 1e-5, False)],
         "norm_quantize": [
-            (x, weight, None, 1e-5, True, E4M3, None, False, None),
-            (x, weight, weight, 1e-5, False, E4M3, scale, False, amax),
+            (x, weight, None, E4M3, 1e-5, True, None, False, None),
+            (x, weight, weight, E4M3, 1e-5, False, scale, False, amax),
         ],
         "norm_requantize": [
             (x, weight, None, none, vector, scale, E4M3, True),
@@ -104,8 +105,8 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "norm_backward": [*gradient],
         "norm_backward_quantize": [
-            (*gradient[0], E5M2, scale, amax, True),
-            (*gradient[1], E5M2, scale, None, False),
+            (*gradient[0][:-1], E5M2, True, scale, amax, True),
+            (*gradient[1][:-1], E5M2, False, scale, None, False),
         ],
         "activation_amax": [(z, "swiglu"), (x, "gelu"), (x, "gelu_erf"), (z, "quick_geglu"), (x, "squared_relu")],
         "activation_backward_amax": [
@@ -208,6 +209,11 @@ def test_fake_version(name: str) -> None:
         torch.library.opcheck(operator, tuple(registration.flat(arguments)), test_utils=checks)
 
 
+def call(name: str, arguments: tuple[Any, ...]) -> Any:
+    """What callers inside the package call, with the arguments of `samples`."""
+    return getattr(ops, name)(**dict(zip(OPERATORS[name].parameters, arguments, strict=True)))
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8).clone()
 
@@ -237,13 +243,12 @@ def test_writes_what_its_schema_says(name: str) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_no_operator_computes_under_fake_tensors(name: str) -> None:
     """What callers inside the package hold, too: a fake tensor of a GPU is no tensor for the GPU's variant."""
-    call = getattr(registration.callables(), name)
     with FakeTensorMode(allow_non_fake_inputs=False):
         for arguments in samples()[name]:
             on_gpu = torch.utils._pytree.tree_map_only(
                 Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"), arguments
             )
-            outputs = call(*on_gpu)
+            outputs = call(name, on_gpu)
             for output in torch.utils._pytree.tree_leaves(outputs):
                 assert output is None or output.device.type == "cuda"
 
@@ -287,9 +292,12 @@ def test_the_gpu_variant_takes_what_the_specification_takes(name: str) -> None:
     spec = importlib.util.find_spec(declared.gpu_module)
     assert spec is not None and spec.origin is not None, declared.gpu_module
     tree = ast.parse(Path(spec.origin).read_text())
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert [argument.arg for argument in functions[name].args.args] == list(declared.parameters), declared.gpu_module
-    assert not functions[name].args.kwonlyargs
+    variant = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    specification = inspect.signature(declared.reference)
+    taken = [(argument.arg, ast.unparse(argument.annotation)) for argument in variant.args.args if argument.annotation]
+    assert taken == [(each.name, each.annotation) for each in specification.parameters.values()], declared.gpu_module
+    assert variant.returns is not None and ast.unparse(variant.returns) == specification.return_annotation
+    assert not variant.args.kwonlyargs and not variant.args.defaults
 
 
 class Pair(NamedTuple):
@@ -326,7 +334,7 @@ def test_a_bundle_is_flattened_at_the_operators_boundary() -> None:
             "Tensor(a4!) out) -> ()"
         )
         first, second, out = torch.ones(4), torch.ones(4), torch.empty(4)
-        registration.callables().scale_pair_(Bundles(Pair(first, 2.0), Pair(second, 3.0)), out)
+        registration.callable_of(scale_pair_)(Bundles(Pair(first, 2.0), Pair(second, 3.0)), out)
         assert (first == 2.0).all() and (second == 1.0).all() and (out == 3.0).all()
     finally:
         registration._operators.pop("scale_pair_")
@@ -366,12 +374,11 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 def test_fake_version_of_the_gpu_variant(name: str) -> None:
     if OPERATORS[name].gpu_module is None:
         pytest.skip("it has none")
-    call = getattr(registration.callables(), name)
     for arguments in samples()[name]:
         arguments = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.cuda(), arguments)
         with FakeTensorMode() as mode:
-            fake = call(*torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments))
-        outputs = torch.utils._pytree.tree_leaves(call(*arguments))
+            fake = call(name, torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments))
+        outputs = torch.utils._pytree.tree_leaves(call(name, arguments))
         for expected, actual in zip(torch.utils._pytree.tree_leaves(fake), outputs, strict=True):
             if actual is not None:
                 assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)

@@ -61,5 +61,5 @@ def test_triton_counts_as_the_specification(numel: int, dtype: torch.dtype, is_s
     value = value.to(dtype)
     payload = value.float().clamp(-448, 448).to(E4M3)
     expected = torch.zeros(2, dtype=torch.int64)
-    underflow.count_underflow_(value, payload, expected, is_sample)
+    underflow.count_underflow_(value, payload, expected, is_sample=is_sample)
     assert torch.equal(underflow_counts(value.cuda(), payload.cuda(), is_sample=is_sample).cpu(), expected.float())

@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...dtypes import FP8_DTYPES
 from ..quantize.reference import quantize_with_or_without_scale
 from ..reference import amax, encode
 from ..registration import operator
@@ -81,6 +82,10 @@ def _grad_of_input(grad: Tensor, z: Tensor, kind: str) -> Tensor:
     return torch.cat([grad.float() * derivative for derivative in derivatives], dim=1)
 
 
+def _check_activation(z: Tensor, kind: str, dtype: torch.dtype) -> None:
+    assert z.ndim == 2 and kind in INPUTS and dtype in FP8_DTYPES, (z.shape, kind, dtype)
+
+
 @operator(
     gpu=".triton",
     fake=lambda a: (
@@ -88,9 +93,16 @@ def _grad_of_input(grad: Tensor, z: Tensor, kind: str) -> Tensor:
         taken_scale(a.z, a.scale),
     ),
     mutates=["amax_out"],
+    check=_check_activation,
 )
 def activation_quantize(
-    z: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+    z: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Activate `z` and quantise the result.
 
@@ -104,6 +116,10 @@ def activation_quantize(
     return quantize_with_or_without_scale(activation(z, kind), dtype, scale, power_of_two, amax_out)
 
 
+def _check_grad(grad: Tensor, z: Tensor, kind: str) -> None:
+    assert z.shape[1] == INPUTS[kind] * grad.shape[1], (z.shape, grad.shape, kind)
+
+
 @operator(
     gpu=".triton",
     fake=lambda a: (
@@ -113,15 +129,17 @@ def activation_quantize(
         taken_scale(a.z, a.scale),
     ),
     mutates=["amax_out"],
+    check=_check_grad,
 )
 def activation_backward_quantize(
     grad: Tensor,
     z: Tensor,
     kind: str,
     dtype: torch.dtype,
+    *,
     scale: Tensor | None,
-    power_of_two: bool,
-    amax_out: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
     activation_dtype: torch.dtype,
     activation_scale: Tensor,
     column_sums: bool,

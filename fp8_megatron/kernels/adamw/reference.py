@@ -29,14 +29,27 @@ from ..rounding import (
 from .operands import AdamHyper, AdamState, FlatState
 
 
-@operator(gpu=".triton", mutates=["exp_avg", "exp_avg_sq", "master", "weight", "chunk_amax"])
+def check_moments(exp_avg: FlatState, exp_avg_sq: FlatState) -> None:
+    """Check that each companded dtype holds the moment it is for: uint8 has no sign, int8 wastes half of its codes on
+    values below zero."""
+    dtypes = exp_avg.payload.dtype, exp_avg_sq.payload.dtype
+    assert dtypes[0] != torch.uint8 and dtypes[1] != torch.int8, dtypes
+
+
+def _check_state(state: AdamState) -> None:
+    check_moments(state.exp_avg, state.exp_avg_sq)
+    assert state.master.payload.dtype not in COMPANDED_DTYPES, state.master.payload.dtype
+
+
+@operator(gpu=".triton", mutates=["exp_avg", "exp_avg_sq", "master", "weight", "chunk_amax"], check=_check_state)
 def adamw_step_(
     state: AdamState,
     hyper: AdamHyper,
+    *,
     grad_factor: Tensor,
     step: Tensor,
-    weight: Tensor | None,
-    chunk_amax: Tensor | None,
+    weight: Tensor | None = None,
+    chunk_amax: Tensor | None = None,
 ) -> None:
     """One Adam(W) step over flat storage, in place. It is computed in FP32; each operand has its own storage dtype.
 

@@ -23,7 +23,7 @@ from ..reference import scale_from_amax
 from ..registration import operator
 from ..rounding import E4M11, master_noise, round_sum_to_grid, rounding_bits
 from .operands import AdamHyper, SplitAdamState
-from .reference import adam_change_, shrunk_too, update_where_finite
+from .reference import adam_change_, check_moments, shrunk_too, update_where_finite
 
 _MANTISSA_BITS, _BIAS = 11, 7
 #: Factor on the bound of Adam's update for exact moments, because moments in 8 bits are rounded.
@@ -92,12 +92,19 @@ def next_weight_scales(
     return scale if previous is None else torch.where(torch.isfinite(scale), scale, previous)
 
 
+def _check_split_state(state: SplitAdamState) -> None:
+    check_moments(state.exp_avg, state.exp_avg_sq)
+    assert state.weight.dtype == E4M3 and state.correction.dtype == torch.int8, (state.weight, state.correction)
+    assert state.weight_scales.is_contiguous() and state.new_weight_scales.is_contiguous(), state.weight_scales.stride()
+
+
 @operator(
     gpu=".split_triton",
     mutates=["exp_avg", "exp_avg_sq", "weight", "correction", "weight_scales", "chunk_amax"],
+    check=_check_split_state,
 )
 def adamw_split_step_(
-    state: SplitAdamState, hyper: AdamHyper, grad_factor: Tensor, step: Tensor, chunk_amax: Tensor
+    state: SplitAdamState, hyper: AdamHyper, *, grad_factor: Tensor, step: Tensor, chunk_amax: Tensor
 ) -> None:
     """`reference.adamw_step_` with a split master: the weights are read, moved and written in one pass, in place.
 

@@ -18,7 +18,7 @@ def _merged(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 
 @operator(gpu=".partials_triton", fake=_merged)
-def merge_attention(outs: list[Tensor], log_sum_exps: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def merge_attention(outs: list[Tensor], log_sum_exps: list[Tensor], *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention over the keys of all blocks, from that over each block (FlashAttention-2, arXiv 2307.08691, section
     3.1).
 
@@ -46,7 +46,7 @@ def merge_attention(outs: list[Tensor], log_sum_exps: list[Tensor], dtype: torch
 
 
 @operator(gpu=".partials_triton", fake=lambda a: torch.empty_like(a.parts[0], dtype=a.dtype))
-def sum_partials(parts: list[Tensor], at_end: bool, dtype: torch.dtype) -> Tensor:
+def sum_partials(parts: list[Tensor], *, at_end: bool, dtype: torch.dtype) -> Tensor:
     """Σᵢ partsᵢ in FP32, in order, rounded once.
 
     Args:

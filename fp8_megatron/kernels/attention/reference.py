@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...dtypes import E4M3
+from ...dtypes import E4M3, FP8_DTYPES
 from ..reference import decode, encode
 from ..registration import operator
 from ..shapes import fp32, payload_like
@@ -81,8 +81,12 @@ def _forward_outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return payload_like(query, query.shape, E4M3), fp32(query, b, heads, s)
 
 
-@operator(gpu=".cudnn", fake=_forward_outputs)
-def fp8_attention(inputs: AttentionInputs, inverse_out: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def _check_payloads(inputs: AttentionInputs) -> None:
+    assert all(x.dtype == E4M3 for x in inputs[:3]), [x.dtype for x in inputs[:3]]
+
+
+@operator(gpu=".cudnn", fake=_forward_outputs, check=_check_payloads)
+def fp8_attention(inputs: AttentionInputs, inverse_out: Tensor, *, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention.
 
     O's rows are means of V's, so its amax is at most V's, and V's scale fits it.
@@ -107,7 +111,11 @@ def _gradients(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-@operator(gpu=".cudnn", fake=_gradients, mutates=["amax"])
+def _check_grad(grad: Tensor, out: Tensor) -> None:
+    assert grad.dtype in FP8_DTYPES and grad.shape == out.shape, (grad.dtype, grad.shape)
+
+
+@operator(gpu=".cudnn", fake=_gradients, mutates=["amax"], check=_check_grad)
 def fp8_attention_backward(
     inputs: AttentionInputs,
     grad: Tensor,
@@ -116,6 +124,7 @@ def fp8_attention_backward(
     scale_out: Tensor,
     log_sum_exp: Tensor,
     casts: AttentionGradCasts,
+    *,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `fp8_attention`, in the format of `grad`.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...dtypes import FP8_DTYPES
 from ..reference import encode
 from ..registration import operator
 from ..shapes import fp32, layouts
@@ -24,18 +25,32 @@ KEPT = 0.99722
 LEAST = 2.0**-20
 
 
-@operator(gpu=".triton", fake=lambda a: tuple(fp32(a.logits, len(a.logits)) for _ in range(3)))
+def columns_of(logits: Tensor, num_columns: int | None) -> int:
+    """Columns of `logits` [T, V] that are no padding; None: all."""
+    if num_columns is None:
+        return logits.shape[1]
+    assert 0 <= num_columns <= logits.shape[1], (num_columns, logits.shape)
+    return num_columns
+
+
+def _check_labels(logits: Tensor, labels: Tensor) -> None:
+    assert logits.ndim == 2 and logits.is_contiguous(), (logits.shape, logits.stride())
+    assert labels.shape == logits.shape[:1], (logits.shape, labels.shape)
+
+
+@operator(gpu=".triton", fake=lambda a: tuple(fp32(a.logits, len(a.logits)) for _ in range(3)), check=_check_labels)
 def cross_entropy_statistics(
-    logits: Tensor, labels: Tensor, first: int, num_columns: int
+    logits: Tensor, labels: Tensor, *, first: int = 0, num_columns: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For every row of `logits` [T, V]: its maximum m, Σ exp(logits − m), and the logit of the label; FP32 [T] each.
 
     Args:
         labels: int64 [T]. first: the label of the first column. A label outside [first, first + num_columns) is in
             another part of the vocabulary and gives 0.
-        num_columns: 0 to V. Later columns are padding. Without any column, m is the lowest FP32 number and the sum 0,
-            so that statistics of several ranks merge without a special case.
+        num_columns: 0 to V; None is V. Later columns are padding. Without any column, m is the lowest FP32 number and
+            the sum 0, so that statistics of several ranks merge without a special case.
     """
+    num_columns = columns_of(logits, num_columns)
     values = logits[:, :num_columns].float()
     lowest = torch.full((len(logits), 1), torch.finfo(torch.float32).min, device=logits.device)
     largest = torch.cat([values, lowest], dim=1).amax(dim=1)
@@ -48,7 +63,7 @@ def cross_entropy_statistics(
 
 @operator(gpu=".triton", mutates=["logits"])
 def cross_entropy_backward_(
-    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, num_columns: int
+    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, *, first: int = 0, num_columns: int | None = None
 ) -> None:
     """Replace `logits` [T, V] by the gradient (exp(logits − log_sum_exp) − [column is the label]) · grad, in place.
 
@@ -60,9 +75,15 @@ def cross_entropy_backward_(
     logits.copy_(_gradient(logits, labels, log_sum_exp, grad, first, num_columns))
 
 
+def _check_tokens(log_sum_exp: Tensor, target: Tensor, upstream: Tensor) -> None:
+    assert log_sum_exp.shape == target.shape == upstream.shape, (log_sum_exp.shape, target.shape, upstream.shape)
+    assert upstream.dtype == torch.float32, upstream.dtype
+
+
 @operator(
     gpu=".triton",
     fake=lambda a: (*(fp32(a.upstream, len(a.upstream)) for _ in range(2)), fp32(a.upstream, 1)),
+    check=_check_tokens,
 )
 def token_scales(log_sum_exp: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The scales of the logits' gradient: one for each token, upstream · (1 − p) with p = exp(target − log_sum_exp).
@@ -85,7 +106,13 @@ def token_scales(log_sum_exp: Tensor, target: Tensor, upstream: Tensor) -> tuple
     )
 
 
-@operator(gpu=".triton", fake=lambda a: layouts(a.logits, a.dtype))
+def _check_cast(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, dtype: torch.dtype) -> None:
+    _check_labels(logits, labels)
+    assert labels.shape == log_sum_exp.shape == grad.shape, (labels.shape, log_sum_exp.shape, grad.shape)
+    assert grad.dtype == torch.float32 and dtype in FP8_DTYPES, (grad.dtype, dtype)
+
+
+@operator(gpu=".triton", fake=lambda a: layouts(a.logits, a.dtype), check=_check_cast)
 def cross_entropy_backward_quantize(
     logits: Tensor,
     labels: Tensor,
@@ -93,8 +120,9 @@ def cross_entropy_backward_quantize(
     grad: Tensor,
     scale: Tensor,
     dtype: torch.dtype,
-    first: int,
-    num_columns: int,
+    *,
+    first: int = 0,
+    num_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of `cross_entropy_backward_` cast to FP8 in both layouts from one read of `logits` [T, V].
 
@@ -110,10 +138,10 @@ def cross_entropy_backward_quantize(
 
 
 def _gradient(
-    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, num_columns: int
+    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, num_columns: int | None
 ) -> Tensor:
     """FP32 [T, V]."""
     probabilities = torch.exp(logits.float() - log_sum_exp[:, None])
     columns = torch.arange(logits.shape[1], device=logits.device)
     probabilities -= (columns[None, :] == (labels - first)[:, None]).float()
-    return torch.where(columns < num_columns, probabilities * grad[:, None], 0.0)
+    return torch.where(columns < columns_of(logits, num_columns), probabilities * grad[:, None], 0.0)

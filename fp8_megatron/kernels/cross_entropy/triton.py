@@ -20,7 +20,7 @@ from ...dtypes import MAX_FINITE
 from ..quantize.grad_output_triton import check_layouts
 from ..quantize.triton import encode, reciprocal, store_transposed
 from ..sizes import cdiv
-from .reference import KEPT, LEAST, PAYLOAD_SCALE
+from .reference import KEPT, LEAST, PAYLOAD_SCALE, columns_of
 
 _BLOCK = 4096
 _NUM_WARPS = 8
@@ -127,25 +127,25 @@ def _cross_entropy_backward_tiles(
 
 
 def cross_entropy_statistics(
-    logits: Tensor, labels: Tensor, first: int, num_columns: int
+    logits: Tensor, labels: Tensor, first: int, num_columns: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.cross_entropy_statistics`: one launch, one program per row."""
     T, V = logits.shape
     largest, total, target = (torch.empty(T, dtype=torch.float32, device=logits.device) for _ in range(3))
     _cross_entropy_statistics[(T,)](
-        logits, labels, largest, total, target, V, first, num_columns, _BLOCK, num_warps=_NUM_WARPS,
+        logits, labels, largest, total, target, V, first, columns_of(logits, num_columns), _BLOCK, num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
     return largest, total, target
 
 
 def cross_entropy_backward_(
-    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, num_columns: int
+    logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, num_columns: int | None
 ) -> None:
     """`reference.cross_entropy_backward_`: one launch."""
     T, V = logits.shape
     _cross_entropy_backward[(T, cdiv(V, _BLOCK))](
-        logits, labels, log_sum_exp, grad, V, first, num_columns, _BLOCK, num_warps=_NUM_WARPS,
+        logits, labels, log_sum_exp, grad, V, first, columns_of(logits, num_columns), _BLOCK, num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ def cross_entropy_backward_quantize(
     scale: Tensor,
     dtype: torch.dtype,
     first: int,
-    num_columns: int,
+    num_columns: int | None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.cross_entropy_backward_quantize`: one launch.
 
@@ -182,8 +182,8 @@ def cross_entropy_backward_quantize(
     payload = torch.empty((T, V), dtype=dtype, device=logits.device)
     payload_t = torch.empty((V, T), dtype=dtype, device=logits.device)
     _cross_entropy_backward_tiles[(cdiv(T, _TILE_M) * cdiv(V, _TILE_K),)](
-        logits, labels, log_sum_exp, grad.contiguous(), payload, payload_t, scale, T, V, first, num_columns,
-        MAX_FINITE[dtype], _TILE_M, _TILE_K, num_warps=_TILE_WARPS,
+        logits, labels, log_sum_exp, grad.contiguous(), payload, payload_t, scale, T, V, first,
+        columns_of(logits, num_columns), MAX_FINITE[dtype], _TILE_M, _TILE_K, num_warps=_TILE_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
     return payload, payload_t

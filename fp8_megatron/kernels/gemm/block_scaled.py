@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...dtypes import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
 from ..quantize.blocks import dequantize_blocks, has_tile_scales
 from ..registration import operator
+from .reference import check_addend
 
 #: Operands that passed: the check would take the host longer than the launch.
 _fine: set[tuple[object, ...]] = set()
@@ -39,9 +41,32 @@ def check_block_scaled_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tens
     _fine.add(key)
 
 
-@operator(gpu=".block_scaled_cublaslt", mutates=["out"])
+def _check_block_scaled_mm_into(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None,
+) -> None:
+    check_block_scaled_mm(a, b, scales_a, scales_b)
+    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
+    assert bias is None or out.dtype == bias.dtype != torch.float32, (bias, out.dtype)
+    if addend is not None:
+        check_addend(out, addend)
+
+
+@operator(gpu=".block_scaled_cublaslt", mutates=["out"], check=_check_block_scaled_mm_into)
 def block_scaled_mm_into_(
-    out: Tensor, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, bias: Tensor | None, addend: Tensor | None
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
 ) -> None:
     """``Σ_j (a_j b_jᵀ) · scales_a_j · scales_b_j (+ bias) (+ addend)`` over the blocks j of 128 along K, into `out`.
 
@@ -54,6 +79,9 @@ def block_scaled_mm_into_(
         scales_a, scales_b: from `quantize.blocks`, of blocks or tiles; the shape tells which. Not tiles for both.
         bias: [N] in `out`'s dtype, or None. It must be None with an FP32 `out`.
         addend: contiguous [M, N] in `out`'s dtype, or None.
+
+    Raises:
+        ValueError: see `check_block_scaled_mm`.
     """
     product = dequantize_blocks(a, scales_a) @ dequantize_blocks(b, scales_b).t()
     for summand in (bias, addend):

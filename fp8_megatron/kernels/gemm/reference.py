@@ -40,15 +40,18 @@ def check_scaled_mm(a: Tensor, b: Tensor) -> tuple[int, int]:
     return m, n
 
 
-@operator(gpu=".cuda", fake=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype))
+@operator(
+    gpu=".cuda", fake=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype), check=check_scaled_mm
+)
 def scaled_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """(a · scale_a) @ (b · scale_b)ᵀ + bias, accumulated in FP32.
 
@@ -66,16 +69,29 @@ def scaled_mm(
     return out.to(out_dtype)
 
 
-@operator(gpu=".cuda", mutates=["out"])
+def _check_output(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None) -> None:
+    shape = check_scaled_mm(a, b)
+    assert out.shape == shape and out.is_contiguous(), (out.shape, shape)
+    if addend is not None:
+        check_addend(out, addend)
+
+
+def check_addend(out: Tensor, addend: Tensor) -> None:
+    assert addend.shape == out.shape and addend.dtype == out.dtype, (addend.shape, addend.dtype)
+    assert addend.is_contiguous(), addend.stride()
+
+
+@operator(gpu=".cuda", mutates=["out"], check=_check_output)
 def scaled_mm_into_(
     out: Tensor,
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    bias: Tensor | None,
-    use_fast_accum: bool,
-    addend: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    use_fast_accum: bool = False,
+    addend: Tensor | None = None,
 ) -> None:
     """`scaled_mm` plus `addend` (in `out`'s dtype, or None) written to contiguous `out` [M, N], rounded once.
 
@@ -86,7 +102,12 @@ def scaled_mm_into_(
     out.copy_(product if addend is None else product + addend)
 
 
-@operator(gpu=".cuda", mutates=["out", "amax"])
+def _check_fp8_output(out: Tensor, amax: Tensor, a: Tensor, b: Tensor, inverse: Tensor) -> None:
+    _check_output(out, a, b, None)
+    assert out.dtype in FP8_DTYPES and amax.shape == (1,) and inverse.shape == (1,), (out.dtype, amax, inverse)
+
+
+@operator(gpu=".cuda", mutates=["out", "amax"], check=_check_fp8_output)
 def scaled_mm_to_fp8_(
     out: Tensor, amax: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, inverse: Tensor
 ) -> None:
@@ -97,6 +118,6 @@ def scaled_mm_to_fp8_(
         amax: FP32 [1]; the amax of the product is written to it.
         inverse: FP32 [1], the reciprocal of the scale that decodes `out`.
     """
-    product = scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=torch.float32, use_fast_accum=False)
+    product = scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.float32)
     amax.copy_(product.abs().amax())
     out.copy_(encode(product, inverse.reciprocal(), out.dtype))

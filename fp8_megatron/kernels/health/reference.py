@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ...dtypes import GEMM_BLOCK, MAX_FINITE
+from ...dtypes import FP8_DTYPES, GEMM_BLOCK, MAX_FINITE
 from ..reference import decode
 from ..registration import operator
 
@@ -50,7 +50,14 @@ NUM_MAXIMA = Statistic.COUNT.value
 NUM_EXPONENTS = NUM_STATISTICS - Statistic.EXPONENTS.value
 
 
-@operator(gpu=".triton", mutates=["statistics"])
+def _check_cast(value: Tensor, payload: Tensor, scales: Tensor, statistics: Tensor) -> None:
+    assert value.ndim == 2 and payload.shape == value.shape and payload.dtype in FP8_DTYPES, (value.shape, payload)
+    assert scales.shape == (value.shape[0], -(-value.shape[1] // GEMM_BLOCK)), (scales.shape, value.shape)
+    assert statistics.dtype == torch.float64 and statistics.shape == (NUM_STATISTICS,), statistics
+    assert statistics.is_contiguous() and scales.dtype == torch.float32, (statistics.stride(), scales.dtype)
+
+
+@operator(gpu=".triton", mutates=["statistics"], check=_check_cast)
 def measure_cast_(value: Tensor, payload: Tensor, scales: Tensor, statistics: Tensor) -> None:
     """Add the statistics of a cast to `statistics` (see `Statistic`). Sums are FP64. No host sync.
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ...dtypes import FP8_DTYPES
 from ..quantize.reference import quantize_grad_output, quantize_with_or_without_scale
 from ..reference import amax, encode
 from ..registration import operator
@@ -40,10 +41,14 @@ def statistics(x: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
 
 
 @operator(gpu=".triton", fake=lambda a: fp32(a.x, 1))
-def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:
     """Amax of the normalised `x` [T, K], FP32 [1], without writing it."""
     mean, rstd = statistics(x, eps, rms)
     return amax(_affine(_normalized(x, mean, rstd), weight, bias))
+
+
+def _check_norm_cast(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    assert x.ndim == 2 and weight.shape == x.shape[1:] and dtype in FP8_DTYPES, (x.shape, weight.shape, dtype)
 
 
 @operator(
@@ -55,17 +60,19 @@ def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: b
         fp32(a.x, len(a.x)),
     ),
     mutates=["amax_out"],
+    check=_check_norm_cast,
 )
 def norm_quantize(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
     eps: float,
     rms: bool,
-    dtype: torch.dtype,
     scale: Tensor | None,
-    power_of_two: bool,
-    amax_out: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalise `x` [T, K] and quantise the result.
 
@@ -92,6 +99,7 @@ def norm_requantize(
     rstd: Tensor,
     scale: Tensor,
     dtype: torch.dtype,
+    *,
     transposed: bool,
 ) -> Tensor:
     """Recompute the payload of `norm_quantize` from its statistics and scale: [T, K], or with `transposed` [K, T]."""
@@ -99,7 +107,11 @@ def norm_requantize(
     return quantized.t().contiguous() if transposed else quantized
 
 
-@operator(gpu=".triton", fake=lambda a: fp32(a.x, 1))
+def _check_rows(x: Tensor, rstd: Tensor, row_scales: Tensor) -> None:
+    assert row_scales.shape == rstd.shape == x.shape[:1], (row_scales.shape, rstd.shape, x.shape)
+
+
+@operator(gpu=".triton", fake=lambda a: fp32(a.x, 1), check=_check_rows)
 def norm_amax_scaled(
     x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, row_scales: Tensor
 ) -> Tensor:
@@ -108,8 +120,7 @@ def norm_amax_scaled(
 
 
 @operator(
-    gpu=".triton",
-    fake=lambda a: (layouts(a.x, a.dtype)[a.transposed], taken_scale(a.x, a.scale)),
+    gpu=".triton", fake=lambda a: (layouts(a.x, a.dtype)[a.transposed], taken_scale(a.x, a.scale)), check=_check_rows
 )
 def norm_quantize_scaled(
     x: Tensor,
@@ -119,9 +130,10 @@ def norm_quantize_scaled(
     rstd: Tensor,
     row_scales: Tensor,
     dtype: torch.dtype,
+    *,
     scale: Tensor | None,
-    power_of_two: bool,
-    transposed: bool,
+    power_of_two: bool = False,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Normalise `x` [T, K] with known statistics, multiply each row by its `row_scales` FP32 [T], and quantise.
 
@@ -148,15 +160,13 @@ def _gradients(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     return a.x.new_empty(a.x.shape), fp32(a.x, columns), fp32(a.x, columns if a.has_bias else 0)
 
 
-@operator(gpu=".triton", fake=_gradients)
+def _check_summands(grad: Tensor, x: Tensor) -> None:
+    assert grad.shape[1:] == x.shape and grad.ndim == 3, (grad.shape, x.shape)
+
+
+@operator(gpu=".triton", fake=_gradients, check=_check_summands)
 def norm_backward(
-    grad: Tensor,
-    residual_grad: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    has_bias: bool,
+    grad: Tensor, residual_grad: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the norm. The residual branch's gradient is added in the same pass.
 
@@ -185,6 +195,7 @@ def norm_backward(
     gpu=".cuda",
     fake=lambda a: (*_gradients(a), *layouts(a.x, a.dtype, transposed=a.transposed), fp32(a.x, a.x.shape[1])),
     mutates=["amax_out"],
+    check=_check_summands,
 )
 def norm_backward_quantize(
     grad: Tensor,
@@ -193,8 +204,9 @@ def norm_backward_quantize(
     weight: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    has_bias: bool,
     dtype: torch.dtype,
+    *,
+    has_bias: bool,
     scale: Tensor,
     amax_out: Tensor | None,
     transposed: bool,
@@ -208,6 +220,8 @@ def norm_backward_quantize(
         The outputs of `norm_backward`; the gradient of x in FP8 [T, K]; its transpose [K, T] (empty unless
         `transposed`); its column sums FP32 [K].
     """
-    grads = norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias)
-    quantized, quantized_t, column_sums, _ = quantize_grad_output(grads[0], dtype, scale, False, amax_out, transposed)
+    grads = norm_backward(grad, residual_grad, x, weight, mean, rstd, has_bias=has_bias)
+    quantized, quantized_t, column_sums, _ = quantize_grad_output(
+        grads[0], dtype, scale=scale, amax_out=amax_out, transposed=transposed
+    )
     return *grads, quantized, quantized_t, column_sums

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...dtypes import GEMM_BLOCK
+from ...dtypes import FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
 from ..reference import decode, encode, scale_from_amax
 from ..registration import operator
 from ..shapes import fp32, payload_like
@@ -47,6 +47,30 @@ def _tiles(w: Tensor, dtype: torch.dtype, *, wanted: bool = True) -> tuple[Tenso
     return payload_like(w, w.shape, dtype, wanted=wanted), fp32(w, *(tile_scales_shape(*w.shape) if wanted else (0,)))
 
 
+def _check_sizes(x: Tensor) -> None:
+    rows, columns = x.shape
+    if rows % FP8_GEMM_MULTIPLE or columns % FP8_GEMM_MULTIPLE:
+        raise ValueError(
+            f"block-scaled operands have sizes in multiples of {FP8_GEMM_MULTIPLE}, not {rows} × {columns}"
+        )
+
+
+def _check_activation(x: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool) -> None:
+    assert dtype in FP8_DTYPES, dtype
+    _check_sizes(x)
+    if not (rowwise or transposed):
+        raise ValueError("quantisation into no layout: set rowwise, transposed or both")
+
+
+def _check_weight(w: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool) -> None:
+    _check_activation(w, dtype, rowwise, transposed)
+
+
+def _check_payload(payload: Tensor) -> None:
+    assert payload.dtype in FP8_DTYPES, payload.dtype
+    _check_sizes(payload)
+
+
 @operator(
     gpu=".blocks_triton",
     fake=lambda a: (
@@ -54,9 +78,16 @@ def _tiles(w: Tensor, dtype: torch.dtype, *, wanted: bool = True) -> tuple[Tenso
         *_blocks(a.x.t(), a.dtype, wanted=a.transposed),
         fp32(a.x, a.x.shape[1] if a.column_sums else 0),
     ),
+    check=_check_activation,
 )
 def quantize_blocks(
-    x: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, column_sums: bool, power_of_two: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = False,
+    column_sums: bool = False,
+    power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Quantise `x` [M, K] with a scale for each block of 128 along K, and its transpose with one for each 128 along M.
 
@@ -70,6 +101,9 @@ def quantize_blocks(
     Returns:
         payload [M, K], its scales [⌈K / 128⌉, M] (both empty unless `rowwise`), transpose [K, M], its scales
         [⌈M / 128⌉, K] (both empty unless `transposed`), column sums FP32 [K] (empty unless `column_sums`).
+
+    Raises:
+        ValueError: M or K is not a multiple of 16, or neither layout is requested.
     """
     along_k = _cast_blocks(x, dtype, power_of_two) if rowwise else _blocks(x, dtype, wanted=False)
     along_m = _cast_blocks(x.t(), dtype, power_of_two) if transposed else _blocks(x, dtype, wanted=False)
@@ -87,15 +121,19 @@ def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Ten
 @operator(
     gpu=".blocks_triton",
     fake=lambda a: (*_tiles(a.w, a.dtype, wanted=a.rowwise), *_tiles(a.w.t(), a.dtype, wanted=a.transposed)),
+    check=_check_weight,
 )
 def quantize_tiles(
-    w: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, power_of_two: bool
+    w: Tensor, dtype: torch.dtype, *, rowwise: bool = True, transposed: bool = False, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise a weight `w` [N, K] with a scale for each tile of 128×128, in either layout or both.
 
     Returns:
         payload [N, K], its scales (both empty unless `rowwise`), transpose [K, N], its scales (both empty unless
         `transposed`). A tile's transpose keeps its scale.
+
+    Raises:
+        ValueError: N or K is not a multiple of 16, or neither layout is requested.
     """
     payload, scales = _cast_tiles(w, dtype, power_of_two)
     over = transpose_tiles(payload, scales) if transposed else _tiles(w, dtype, wanted=False)
@@ -111,9 +149,13 @@ def _cast_tiles(w: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tens
     return payload.contiguous(), _padded(scales)
 
 
-@operator(gpu=".blocks_triton", fake=lambda a: _tiles(a.payload.t(), a.payload.dtype))
+@operator(gpu=".blocks_triton", fake=lambda a: _tiles(a.payload.t(), a.payload.dtype), check=_check_payload)
 def transpose_tiles(payload: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N, K] of `quantize_tiles` and its scales → its transpose [K, N] and the transpose's scales, exactly."""
+    """A weight [N, K] of `quantize_tiles` and its scales → its transpose [K, N] and the transpose's scales, exactly.
+
+    Raises:
+        ValueError: N or K is not a multiple of 16.
+    """
     num_columns = cdiv(payload.shape[1], GEMM_BLOCK)
     return payload.t().contiguous(), _padded(scales[:, :num_columns].t())
 

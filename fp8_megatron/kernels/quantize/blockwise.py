@@ -11,7 +11,11 @@ from ..registration import operator
 from ..shapes import fp32
 
 
-@operator(gpu=".blockwise_triton", mutates=["payload", "scales"])
+def check_storage(x: Tensor, payload: Tensor, scales: Tensor) -> None:
+    assert x.numel() <= payload.numel() and payload.numel() % scales.numel() == 0, (x.shape, payload.shape)
+
+
+@operator(gpu=".blockwise_triton", mutates=["payload", "scales"], check=check_storage)
 def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
     """Quantise flat `x` [n] into `payload` [n] (FP8, FP16 or a companded integer) and its FP32 `scales`, in place.
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ...dtypes import CLAMPED_ABOVE
+from ...dtypes import CLAMPED_ABOVE, FP8_DTYPES
 from ..reference import amax, encode, scale_from_amax
 from ..registration import operator
 from ..shapes import fp32, layouts, taken_scale
@@ -35,12 +35,17 @@ def record_(record: Tensor, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Non
     record[2] += x.numel()
 
 
+def check_matrix(x: Tensor, dtype: torch.dtype) -> None:
+    assert x.ndim == 2 and dtype in FP8_DTYPES, (x.shape, dtype)
+
+
 @operator(
     gpu=".triton",
     fake=lambda a: (*layouts(a.x, a.dtype, rowwise=a.rowwise, transposed=a.transposed), fp32(a.x, 1)),
+    check=check_matrix,
 )
 def quantize_current(
-    x: Tensor, dtype: torch.dtype, power_of_two: bool, rowwise: bool, transposed: bool
+    x: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, rowwise: bool = True, transposed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise `x` [M, K] with a scale taken from its own amax, in either layout or both.
 
@@ -48,7 +53,7 @@ def quantize_current(
         payload [M, K] (empty unless `rowwise`), its transpose [K, M] (empty unless `transposed`), scale FP32 [1].
     """
     scale = scale_from_amax(amax(x), dtype, power_of_two=power_of_two)
-    payload, payload_t = quantize_with_scale(x, scale, dtype, rowwise, transposed, None)
+    payload, payload_t = quantize_with_scale(x, scale, dtype, rowwise=rowwise, transposed=transposed)
     return payload, payload_t, scale
 
 
@@ -56,9 +61,16 @@ def quantize_current(
     gpu=".triton",
     fake=lambda a: layouts(a.x, a.dtype, rowwise=a.rowwise, transposed=a.transposed),
     mutates=["amax_out"],
+    check=check_matrix,
 )
 def quantize_with_scale(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rowwise: bool, transposed: bool, amax_out: Tensor | None
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = False,
+    amax_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantise `x` [M, K] with a given FP32 scale [1], in either layout or both; values beyond it saturate.
 
@@ -83,14 +95,16 @@ def quantize_with_scale(
         taken_scale(a.x, a.scale),
     ),
     mutates=["amax_out"],
+    check=check_matrix,
 )
 def quantize_grad_output(
     x: Tensor,
     dtype: torch.dtype,
+    *,
     scale: Tensor | None,
-    power_of_two: bool,
-    amax_out: Tensor | None,
-    transposed: bool,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+    transposed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise an output gradient `x` [M, K] and sum its columns (a bias's gradient) in one read.
 
@@ -104,11 +118,15 @@ def quantize_grad_output(
     taken = scale_from_amax(amax(x), dtype, power_of_two=power_of_two) if scale is None else None
     used = scale if scale is not None else taken
     assert used is not None
-    payload, payload_t = quantize_with_scale(x, used, dtype, rowwise=True, transposed=transposed, amax_out=amax_out)
+    payload, payload_t = quantize_with_scale(x, used, dtype, transposed=transposed, amax_out=amax_out)
     return payload, payload_t, x.float().sum(dim=0), used.new_empty(0) if taken is None else taken
 
 
-@operator(gpu=".triton", fake=lambda a: layouts(a.payload, a.payload.dtype)[1])
+def _check_payload(payload: Tensor) -> None:
+    assert payload.ndim == 2 and payload.dtype in FP8_DTYPES, (payload.shape, payload.dtype)
+
+
+@operator(gpu=".triton", fake=lambda a: layouts(a.payload, a.payload.dtype)[1], check=_check_payload)
 def transpose(payload: Tensor) -> Tensor:
     """[M, K] FP8 bytes → contiguous [K, M]."""
     return payload.t().contiguous()
@@ -140,13 +158,18 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *layouts(query.new_empty((tokens, columns)), a.dtype), sums, taken_scale(query, a.scale)
 
 
-@operator(gpu=".grad_output_triton", fake=_outputs, mutates=["amax_out"])
+def _check_grads(grads: list[Tensor]) -> None:
+    assert len(grads) == 3 and grads[1].shape == grads[2].shape, [grad.shape for grad in grads]
+
+
+@operator(gpu=".grad_output_triton", fake=_outputs, mutates=["amax_out"], check=_check_grads)
 def quantize_qkv_grad(
     grads: list[Tensor],
     dtype: torch.dtype,
+    *,
     scale: Tensor | None,
-    power_of_two: bool,
-    amax_out: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_grad_output` of the interleaved gradients [T, N], in one read of each.
@@ -158,6 +181,6 @@ def quantize_qkv_grad(
         payload [T, N], its transpose, column sums FP32 [N] (empty unless requested), the scale taken (empty if given).
     """
     payload, payload_t, sums, taken = quantize_grad_output(
-        interleaved(grads), dtype, scale, power_of_two, amax_out, transposed=True
+        interleaved(grads), dtype, scale=scale, power_of_two=power_of_two, amax_out=amax_out
     )
     return payload, payload_t, sums if column_sums else sums.new_empty(0), taken

@@ -10,6 +10,8 @@ not rotated. The programs of query, key and value share a launch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -293,7 +295,7 @@ def quantize_rotated_qkv_grad(
     power_of_two: bool,
     amax_out: Tensor | None,
     column_sums: bool,
-    grad_scales: list[Tensor],
+    grad_scales: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.quantize_rotated_qkv_grad`: one launch; under current scaling, three more for the amaxes. Halves of
     other than multiples of 4 columns are written in FP32 in between.

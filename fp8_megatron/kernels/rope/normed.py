@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..registration import operator
 from ..shapes import fp32
-from .reference import Rotation, rotated
+from .reference import Rotation, check_projection, check_rotated, rotated
 
 
 class QKNorm(NamedTuple):
@@ -55,8 +55,8 @@ def _query_and_key(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return a.y.new_empty((len(a.y), a.heads_per_group * width)), a.y.new_empty((len(a.y), width))
 
 
-@operator(gpu=".normed_triton", fake=_query_and_key)
-def norm_rotate_qk(y: Tensor, rotation: Rotation, norm: QKNorm, heads_per_group: int) -> tuple[Tensor, Tensor]:
+@operator(gpu=".normed_triton", fake=_query_and_key, check=check_projection)
+def norm_rotate_qk(y: Tensor, rotation: Rotation, norm: QKNorm, *, heads_per_group: int) -> tuple[Tensor, Tensor]:
     """Query and key of the QKV projection's output, normalised and rotated, in memory of their own; one launch.
 
     Moves 4 bytes of each of their elements, and 8 bytes of each pair's angle per token; about 10 flops an element.
@@ -83,7 +83,7 @@ def _gradients(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     return a.y.new_empty(a.y.shape), fp32(a.y, 2, a.rotation.head_dim), fp32(a.y, 2 * has_bias, a.rotation.head_dim)
 
 
-@operator(gpu=".normed_triton", fake=_gradients)
+@operator(gpu=".normed_triton", fake=_gradients, check=check_rotated)
 def norm_rotate_qk_backward(
     grads: list[Tensor], y: Tensor, rotation: Rotation, norm: QKNorm
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from ..quantize.reference import record_
 from ..reference import encode
 from ..registration import operator
 from ..shapes import payload_like
-from .reference import Rotation, rotated
+from .reference import Rotation, check_projection, rotated
 
 
 class KnownCast(NamedTuple):
@@ -45,9 +45,14 @@ def _payloads(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-@operator(gpu=".quantized_triton", fake=_payloads, mutates=["record"])
+def _check_casts(y: Tensor, rotation: Rotation, casts: QKVCasts, heads_per_group: int) -> None:
+    check_projection(y, rotation, heads_per_group)
+    assert len({0 if cast.record is None else cast.record.numel() for cast in casts}) == 1, casts
+
+
+@operator(gpu=".quantized_triton", fake=_payloads, mutates=["record"], check=_check_casts)
 def quantize_rotated_qkv(
-    y: Tensor, rotation: Rotation, casts: QKVCasts, heads_per_group: int
+    y: Tensor, rotation: Rotation, casts: QKVCasts, *, heads_per_group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query and key, rotated, and value of the QKV projection's output, each in E4M3 in memory of its own; one launch.
 

@@ -8,12 +8,14 @@ All arithmetic is FP32. Products and sums are rounded separately, and the result
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...dtypes import FP8_DTYPES
 from ..quantize.reference import interleaved as joined
 from ..quantize.reference import quantize_grad_output
 from ..reference import amax, decode
@@ -58,8 +60,29 @@ def rotated(x: Tensor, rotation: Rotation, *, inverse: bool = False) -> Tensor:
     return torch.cat([turned, rest], dim=-1).view(x.shape)
 
 
-@operator(gpu=".triton", mutates=["y"])
-def rotate_qk_(y: Tensor, rotation: Rotation, heads_per_group: int) -> None:
+def check_projection(y: Tensor, rotation: Rotation, heads_per_group: int) -> None:
+    """Check the output of a QKV projection."""
+    assert y.ndim == 2 and y.is_contiguous() and y.shape[0] % rotation.cos_sin.shape[0] == 0, (y.shape, rotation)
+    assert y.shape[1] % ((heads_per_group + 2) * rotation.head_dim) == 0, (y.shape, heads_per_group)
+    _check_rotation(rotation)
+
+
+def check_rotated(grads: list[Tensor], rotation: Rotation) -> None:
+    """Check the gradients of query, key and value."""
+    assert len(grads) == 3 and grads[1].shape == grads[2].shape, [grad.shape for grad in grads]
+    assert grads[1].shape[3] == rotation.head_dim, (grads[1].shape, rotation.head_dim)
+    assert grads[0].shape[0] == rotation.cos_sin.shape[0], (grads[0].shape, rotation.cos_sin.shape)
+    _check_rotation(rotation)
+
+
+def _check_rotation(rotation: Rotation) -> None:
+    cos_sin = rotation.cos_sin
+    assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == 2, cos_sin.shape
+    assert 2 * cos_sin.shape[2] <= rotation.head_dim and rotation.head_dim % 2 == 0, (cos_sin.shape, rotation.head_dim)
+
+
+@operator(gpu=".triton", mutates=["y"], check=check_projection)
+def rotate_qk_(y: Tensor, rotation: Rotation, *, heads_per_group: int) -> None:
     """Rotate query and key in the QKV projection's output, in place; one launch.
 
     Moves 4 bytes of each rotated element and 8 bytes of each pair's angle per token; computes 3 flops an element.
@@ -82,8 +105,8 @@ def _split_outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     return a.y.new_empty((tokens, a.heads_per_group * width)), *(a.y.new_empty((tokens, width)) for _ in range(2))
 
 
-@operator(gpu=".triton", fake=_split_outputs)
-def split_rotated_qkv(y: Tensor, rotation: Rotation, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+@operator(gpu=".triton", fake=_split_outputs, check=check_projection)
+def split_rotated_qkv(y: Tensor, rotation: Rotation, *, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated query and key, and value, each in memory of its own; one launch.
 
     Grouped queries are not evenly spaced in `y`, and attention would copy them. Moves 4 bytes an element, and 8 bytes
@@ -110,7 +133,7 @@ def _joined_outputs(a: SimpleNamespace) -> Tensor:
     return query.new_empty((query.shape[0] * query.shape[1], columns))
 
 
-@operator(gpu=".triton", fake=_joined_outputs)
+@operator(gpu=".triton", fake=_joined_outputs, check=check_rotated)
 def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:
     """The gradient of the QKV projection's output [T, N], from those of the rotated query, the rotated key and value.
 
@@ -124,14 +147,14 @@ def unrotate_qkv_grad(grads: list[Tensor], rotation: Rotation) -> Tensor:
     return joined([grad.to(query.dtype) for grad in back])
 
 
-def _unrotated(grads: list[Tensor], rotation: Rotation, grad_scales: list[Tensor]) -> Tensor:
+def _unrotated(grads: list[Tensor], rotation: Rotation, grad_scales: Sequence[Tensor]) -> Tensor:
     if grad_scales:
         grads = [decode(grad, scale) for grad, scale in zip(grads, grad_scales, strict=True)]
     query, key, value = grads
     return joined([rotated(query, rotation, inverse=True), rotated(key, rotation, inverse=True), value.float()])
 
 
-@operator(gpu=".grad_triton", fake=lambda a: fp32(a.grads[0], 1))
+@operator(gpu=".grad_triton", fake=lambda a: fp32(a.grads[0], 1), check=check_rotated)
 def rotated_qkv_grad_amax(grads: list[Tensor], rotation: Rotation) -> Tensor:
     """Amax of what `quantize_rotated_qkv_grad` casts, FP32 [1], without writing it."""
     return amax(_unrotated(grads, rotation, []))
@@ -143,16 +166,24 @@ def _cast_outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *layouts(whole, a.dtype), sums, taken_scale(whole, a.scale)
 
 
-@operator(gpu=".grad_triton", fake=_cast_outputs, mutates=["amax_out"])
+def _check_rotated_cast(
+    grads: list[Tensor], rotation: Rotation, scale: Tensor | None, grad_scales: Sequence[Tensor]
+) -> None:
+    check_rotated(grads, rotation)
+    assert (grads[0].dtype in FP8_DTYPES) == (len(grad_scales) == 3) and (scale is not None or not grad_scales)
+
+
+@operator(gpu=".grad_triton", fake=_cast_outputs, mutates=["amax_out"], check=_check_rotated_cast)
 def quantize_rotated_qkv_grad(
     grads: list[Tensor],
     rotation: Rotation,
     dtype: torch.dtype,
+    *,
     scale: Tensor | None,
-    power_of_two: bool,
-    amax_out: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
     column_sums: bool,
-    grad_scales: list[Tensor],
+    grad_scales: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_qkv_grad` of gradients that are rotated back first, in FP32, in the same read.
 
@@ -169,6 +200,6 @@ def quantize_rotated_qkv_grad(
         payload [T, N], its transpose, column sums FP32 [N] (empty unless requested), the scale taken (empty if given).
     """
     payload, payload_t, sums, taken = quantize_grad_output(
-        _unrotated(grads, rotation, grad_scales), dtype, scale, power_of_two, amax_out, transposed=True
+        _unrotated(grads, rotation, grad_scales), dtype, scale=scale, power_of_two=power_of_two, amax_out=amax_out
     )
     return payload, payload_t, sums if column_sums else sums.new_empty(0), taken

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...dtypes import FP8_DTYPES
 from ..reference import round_up_to_power_of_two
 from ..registration import operator
 from ..shapes import fp32
@@ -28,10 +29,27 @@ REPORT_HEAD = 3
 REPORT_SUMS = 3
 
 
+def _check_records(
+    record: Tensor,
+    written: Tensor,
+    scales: Tensor,
+    clamped_above: Tensor,
+    role: Tensor,
+    order: Tensor,
+    square_sum: Tensor,
+    streak: Tensor,
+) -> None:
+    n = record.shape[0]
+    assert record.shape == (n, RECORD_SIZE) and written.shape[::2] == scales.shape, (written.shape, scales.shape)
+    assert clamped_above.shape == role.shape == order.shape == (n,), order.shape
+    assert square_sum.shape == streak.shape == (1,), (square_sum.shape, streak.shape)
+
+
 @operator(
     gpu=".amax_history_triton",
     fake=lambda a: (fp32(a.record, len(a.record)), fp32(a.record, REPORT_HEAD + REPORT_SUMS * a.num_roles)),
     mutates=["square_sum", "streak"],
+    check=_check_records,
 )
 def examine_records_(
     record: Tensor,
@@ -42,6 +60,7 @@ def examine_records_(
     order: Tensor,
     square_sum: Tensor,
     streak: Tensor,
+    *,
     num_roles: int,
     most_saturated: float,
 ) -> tuple[Tensor, Tensor]:
@@ -87,10 +106,19 @@ def examine_records_(
     return amax, torch.cat([head.float(), *sums])
 
 
+def _check_history(
+    amax: Tensor, record: Tensor, written: Tensor, history: Tensor, fp_max: Tensor, previous: Tensor
+) -> None:
+    n = history.shape[1]
+    assert amax.shape == fp_max.shape == (n,) and record.shape == (n, RECORD_SIZE), (amax.shape, record.shape, n)
+    assert written.shape[::2] == previous.shape, (written.shape, previous.shape)
+
+
 @operator(
     gpu=".amax_history_triton",
     fake=lambda a: (torch.empty_like(a.previous), torch.empty_like(a.previous)),
     mutates=["record", "written", "history"],
+    check=_check_history,
 )
 def update_amax_history_(
     amax: Tensor,
@@ -100,6 +128,7 @@ def update_amax_history_(
     fp_max: Tensor,
     previous: Tensor,
     square_sum: Tensor,
+    *,
     keeps_largest: bool,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -146,8 +175,13 @@ def sampling(numel: int, is_sample: bool) -> tuple[int, int]:
     return -(-(numel // SAMPLE_BLOCK) // SAMPLE_EVERY), SAMPLE_EVERY
 
 
-@operator(gpu=".underflow_triton", mutates=["counts"])
-def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor, is_sample: bool) -> None:
+def _check_counts(value: Tensor, payload: Tensor, counts: Tensor) -> None:
+    assert value.ndim == 1 and payload.shape == value.shape and payload.dtype in FP8_DTYPES, (value, payload)
+    assert counts.dtype == torch.int64 and counts.shape == (2,), (counts.dtype, counts.shape)
+
+
+@operator(gpu=".underflow_triton", mutates=["counts"], check=_check_counts)
+def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor, *, is_sample: bool = False) -> None:
     """Add to `counts` the number of non-zero elements of `value`, and how many of them are zero in `payload`. No host
     sync.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ...dtypes import FP8_DTYPES
 from ..quantize.blockwise import dequantize_blockwise
 from ..registration import operator
 
@@ -16,17 +18,39 @@ def sum_of_rows(rows: Tensor) -> Tensor:
     return total.to(rows.dtype)
 
 
-@operator(gpu=".triton", mutates=["accumulator"])
-def accumulate_rows_(
+def _check_accumulation(
     payload: Tensor,
     scales: Tensor | None,
     accumulator: Tensor,
-    factor: float,
-    add: bool,
     own_row: int,
     own_payload: Tensor | None,
     own_scales: Tensor | None,
     addend: Tensor | None,
+) -> None:
+    n = accumulator.numel()
+    assert accumulator.dtype in (torch.float32, torch.bfloat16), accumulator.dtype
+    assert (payload.dtype in FP8_DTYPES) == (scales is not None), payload.dtype
+    assert payload.numel() % n == 0, (payload.shape, n)
+    assert scales is None or n % (payload.numel() // scales.numel()) == 0, (payload.shape, scales.shape, n)
+    if own_payload is not None:
+        assert 0 <= own_row < payload.numel() // n and own_payload.shape == (n,), (own_row, own_payload.shape, n)
+        assert own_payload.dtype == payload.dtype and (own_scales is None) == (scales is None), own_payload.dtype
+    if addend is not None:
+        assert addend.shape == (n,) and addend.dtype == accumulator.dtype and addend.is_contiguous(), addend.shape
+
+
+@operator(gpu=".triton", mutates=["accumulator"], check=_check_accumulation)
+def accumulate_rows_(
+    payload: Tensor,
+    scales: Tensor | None,
+    accumulator: Tensor,
+    *,
+    factor: float,
+    add: bool,
+    own_row: int = -1,
+    own_payload: Tensor | None = None,
+    own_scales: Tensor | None = None,
+    addend: Tensor | None = None,
 ) -> None:
     """``accumulator (+)= Σ_r payload_r · (scales_r · factor)`` in FP32, one row after another, in place.
 
