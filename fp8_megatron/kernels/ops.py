@@ -14,14 +14,13 @@ from . import reference as _shared
 from .activation import reference as _activation
 from .adamw import reference as _adamw
 from .adamw import split_master as _split_master
-from .adamw.operands import AdamHyper as AdamHyper
-from .adamw.operands import AdamState as AdamState
-from .adamw.operands import FlatState as FlatState
-from .adamw.operands import SplitAdamState as SplitAdamState
+from .adamw.reference import AdamHyper as AdamHyper
+from .adamw.reference import AdamState as AdamState
+from .adamw.reference import FlatState as FlatState
+from .adamw.reference import SplitAdamState as SplitAdamState
 from .adamw.split_master import join_master as join_master
 from .adamw.split_master import next_weight_scales as next_weight_scales
 from .adamw.split_master import split_master as split_master
-from .attention import partials as _partials
 from .attention import reference as _attention
 from .attention.blocks import BlockKernel as BlockKernel
 from .attention.blocks import attention_block as attention_block
@@ -32,7 +31,6 @@ from .attention.reference import WrittenCast as WrittenCast
 from .cross_entropy import reference as _cross_entropy
 from .cross_entropy.reference import KEPT as KEPT
 from .cross_entropy.reference import PAYLOAD_SCALE as PAYLOAD_SCALE
-from .gemm import block_scaled as _block_scaled
 from .gemm import reference as _gemm
 from .health import reference as _health
 from .health.reference import LOWEST_EXPONENT as LOWEST_EXPONENT
@@ -43,7 +41,6 @@ from .norm import reference as _norm
 from .quantize import blocks as _blocks
 from .quantize import blockwise as _blockwise
 from .quantize import reference as _quantize
-from .quantize import weight as _weight
 from .quantize.blocks import dequantize_blocks as dequantize_blocks
 from .quantize.blockwise import load_state as load_state
 from .reference import decode as decode
@@ -51,12 +48,10 @@ from .reference import encode as encode
 from .reference import round_up_to_power_of_two as round_up_to_power_of_two
 from .reference import scale_from_amax as scale_from_amax
 from .registration import callable_of
-from .rope import normed as _normed
-from .rope import quantized as _quantized
 from .rope import reference as _rope
-from .rope.normed import QKNorm as QKNorm
-from .rope.quantized import KnownCast as KnownCast
-from .rope.quantized import QKVCasts as QKVCasts
+from .rope.reference import KnownCast as KnownCast
+from .rope.reference import QKNorm as QKNorm
+from .rope.reference import QKVCasts as QKVCasts
 from .rope.reference import Rotation as Rotation
 from .rounding import Places as Places
 from .rounding import seed_of as seed_of
@@ -84,14 +79,12 @@ transpose_tiles = callable_of(_blocks.transpose_tiles)
 quantize_blockwise_ = callable_of(_blockwise.quantize_blockwise_)
 dequantize_blockwise = callable_of(_blockwise.dequantize_blockwise)
 squared_norm = callable_of(_blockwise.squared_norm)
-
-quantize_weight = callable_of(_weight.quantize_weight)
+quantize_weight = callable_of(_blockwise.quantize_weight)
 
 scaled_mm = callable_of(_gemm.scaled_mm)
 scaled_mm_into_ = callable_of(_gemm.scaled_mm_into_)
 scaled_mm_to_fp8_ = callable_of(_gemm.scaled_mm_to_fp8_)
-
-block_scaled_mm_into_ = callable_of(_block_scaled.block_scaled_mm_into_)
+block_scaled_mm_into_ = callable_of(_gemm.block_scaled_mm_into_)
 
 norm_amax = callable_of(_norm.norm_amax)
 norm_quantize = callable_of(_norm.norm_quantize)
@@ -116,17 +109,14 @@ split_rotated_qkv = callable_of(_rope.split_rotated_qkv)
 unrotate_qkv_grad = callable_of(_rope.unrotate_qkv_grad)
 rotated_qkv_grad_amax = callable_of(_rope.rotated_qkv_grad_amax)
 quantize_rotated_qkv_grad = callable_of(_rope.quantize_rotated_qkv_grad)
-
-quantize_rotated_qkv = callable_of(_quantized.quantize_rotated_qkv)
-
-norm_rotate_qk = callable_of(_normed.norm_rotate_qk)
-norm_rotate_qk_backward = callable_of(_normed.norm_rotate_qk_backward)
+quantize_rotated_qkv = callable_of(_rope.quantize_rotated_qkv)
+norm_rotate_qk = callable_of(_rope.norm_rotate_qk)
+norm_rotate_qk_backward = callable_of(_rope.norm_rotate_qk_backward)
 
 fp8_attention = callable_of(_attention.fp8_attention)
 fp8_attention_backward = callable_of(_attention.fp8_attention_backward)
-
-merge_attention = callable_of(_partials.merge_attention)
-sum_partials = callable_of(_partials.sum_partials)
+merge_attention = callable_of(_attention.merge_attention)
+sum_partials = callable_of(_attention.sum_partials)
 
 accumulate_rows_ = callable_of(_wire.accumulate_rows_)
 
@@ -183,6 +173,6 @@ def check_block_scaling(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    from .gemm.block_scaled_cublaslt import check_device  # a GPU variant: not loaded before it is needed
+    from .gemm.cuda import check_device  # a GPU variant: not loaded before it is needed
 
     check_device(torch.cuda.current_device() if device.index is None else device.index)

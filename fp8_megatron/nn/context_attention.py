@@ -7,7 +7,7 @@ Rank r of n has chunks r and 2n - 1 - r of c tokens each (`data.document_bounds`
 - to both chunks of each rank above it: the c queries of its second chunk, without a mask.
 
 Every rank so computes the same, and no block computes scores that the mask drops. Outputs are merged by their
-log-sum-exp (`kernels.attention.partials`). Backward calls each block's backward with the merged output and
+log-sum-exp (`kernels.ops.merge_attention`). Backward calls each block's backward with the merged output and
 log-sum-exp.
 
 With ``all_gather`` a rank fetches all keys and values that it needs at once, while it computes the first block. The

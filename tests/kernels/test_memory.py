@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.kernels import memory
+from fp8_megatron.kernels import shapes
 
 DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32]
 
@@ -13,9 +13,9 @@ DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int32]
 def check(device: torch.device) -> None:
     for dtype in DTYPES:
         for made, expected in (
-            (memory.empty(6, 16, dtype, device), torch.empty(6, 16, dtype=dtype, device=device)),
-            (memory.empty_vector(5, dtype, device), torch.empty(5, dtype=dtype, device=device)),
-            (memory.empty(0, 16, dtype, device), torch.empty(0, 16, dtype=dtype, device=device)),
+            (shapes.empty(6, 16, dtype, device), torch.empty(6, 16, dtype=dtype, device=device)),
+            (shapes.empty_vector(5, dtype, device), torch.empty(5, dtype=dtype, device=device)),
+            (shapes.empty(0, 16, dtype, device), torch.empty(0, 16, dtype=dtype, device=device)),
         ):
             assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
             assert made.device == expected.device and made.is_contiguous()
@@ -31,7 +31,7 @@ def test_memory_of_a_gpu_is_torchs() -> None:
     """With and without the device's number."""
     check(torch.device("cuda", 0))
     check(torch.device("cuda"))
-    made = memory.empty(1 << 10, 1 << 10, torch.float32, torch.device("cuda", 0))
+    made = shapes.empty(1 << 10, 1 << 10, torch.float32, torch.device("cuda", 0))
     assert bool((made.fill_(3) == 3).all())
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.dtypes import E4M3, E5M2, MAX_FINITE
-from fp8_megatron.kernels import memory, ops, reference
+from fp8_megatron.kernels import ops, reference, shapes
 from fp8_megatron.kernels.adamw import reference as adamw
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.kernels.quantize import reference as quantize
@@ -75,7 +75,7 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
         return guarded.empty((shape,) if isinstance(shape, int) else tuple(shape), **kwargs)
 
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(memory, "_on_current_gpu", None)
+    monkeypatch.setattr(shapes, "_on_current_gpu", None)
     yield guarded
     monkeypatch.undo()
     guarded.check()

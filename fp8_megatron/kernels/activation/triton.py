@@ -37,7 +37,7 @@ from ..quantize.triton import (
     sum_of_programs,
     take_scale,
 )
-from ..sizes import cdiv
+from ..shapes import cdiv
 from .reference import INPUTS
 
 # Measured on an H200 at 8192 tokens of GPT-7B.

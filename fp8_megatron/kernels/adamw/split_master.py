@@ -22,8 +22,7 @@ from ..quantize.blockwise import load_state
 from ..reference import scale_from_amax
 from ..registration import operator
 from ..rounding import E4M11, master_noise, round_sum_to_grid, rounding_bits
-from .operands import AdamHyper, SplitAdamState
-from .reference import adam_change_, check_moments, shrunk_too, update_where_finite
+from .reference import AdamHyper, SplitAdamState, adam_change_, check_moments, shrunk_too, update_where_finite
 
 _MANTISSA_BITS, _BIAS = 11, 7
 #: Factor on the bound of Adam's update for exact moments, because moments in 8 bits are rounded.

@@ -20,8 +20,8 @@ from ..companding_triton import integer
 from ..quantize.triton import reciprocal
 from ..rounding import E4M11
 from ..rounding_triton import round_sum_to_grid, rounding_bits, unit_of
-from ..sizes import cdiv
-from .operands import AdamHyper, SplitAdamState
+from ..shapes import cdiv
+from .reference import AdamHyper, SplitAdamState
 from .state_triton import (
     TILE_OF_ROUNDED,
     Tiling,

@@ -30,7 +30,7 @@ from ..rounding_triton import (
     round_sum_to_grid,
     round_to_grid,
 )
-from .operands import AdamHyper, FlatState
+from .reference import AdamHyper, FlatState
 
 # Elements of a tile. A thread has eight: 16-byte accesses of 16-bit operands, 8-byte ones of FP8.
 # Measured on H200 (optimizer_h200.json): what only moves bytes is fastest with four warps a tile. Steps that round have

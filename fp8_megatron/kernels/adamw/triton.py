@@ -19,8 +19,8 @@ from triton.language.extra import libdevice
 from ...dtypes import MAX_FINITE
 from ..quantize.triton import encode, magnitude_bits, reciprocal
 from ..rounding_triton import rounding_bits, unit_of
-from ..sizes import cdiv
-from .operands import AdamHyper, AdamState, FlatState
+from ..shapes import cdiv
+from .reference import AdamHyper, AdamState, FlatState
 from .state_triton import (
     TILE_OF_FLOATS,
     TILE_OF_ROUNDED,

@@ -1,4 +1,4 @@
-"""Sums of what blocks of attention give, in Triton: `partials`. Each operand is read once, the sum is written once.
+"""Sums of what blocks of attention give, in Triton. Each operand is read once, the sum is written once.
 
 A kernel takes up to four summands. More of them are added four at a time, with an FP32 sum between.
 """
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sizes import cdiv
+from ..shapes import cdiv
 
 _MOST = 4
 _ROWS = 16
@@ -102,7 +102,7 @@ def _merge(
 
 
 def merge_attention(outs: list[Tensor], log_sum_exps: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`partials.merge_attention`, one launch for up to four blocks. Exponentials differ in their last bits."""
+    """`reference.merge_attention`, one launch for up to four blocks. Exponentials differ in their last bits."""
     while len(outs) > _MOST:
         first = merge_attention(outs[:_MOST], log_sum_exps[:_MOST], torch.float32)
         outs, log_sum_exps = [first[0], *outs[_MOST:]], [first[1], *log_sum_exps[_MOST:]]
@@ -166,7 +166,7 @@ def _sum(
 
 
 def sum_partials(parts: list[Tensor], at_end: bool, dtype: torch.dtype) -> Tensor:
-    """`partials.sum_partials`, bit for bit; one launch for up to four summands."""
+    """`reference.sum_partials`, bit for bit; one launch for up to four summands."""
     while len(parts) > _MOST:
         parts = [sum_partials(parts[:_MOST], at_end, torch.float32), *parts[_MOST:]]
     assert all(part.is_contiguous() for part in parts)

@@ -19,7 +19,7 @@ from triton.language.extra import libdevice
 from ...dtypes import MAX_FINITE
 from ..quantize.grad_output_triton import check_layouts
 from ..quantize.triton import encode, reciprocal, store_transposed
-from ..sizes import cdiv
+from ..shapes import cdiv
 from .reference import KEPT, LEAST, PAYLOAD_SCALE, columns_of
 
 _BLOCK = 4096

@@ -1,4 +1,7 @@
-"""The specification of the FP8 GEMM in plain PyTorch. The limits of Hopper's GEMM hold on every device."""
+"""The specification of the FP8 GEMMs in plain PyTorch: with a scale for each tensor, of blocks, and of tiles.
+
+The limits of Hopper's GEMMs hold on every device.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
+from ..quantize.blocks import dequantize_blocks, has_tile_scales
 from ..reference import decode, encode
 from ..registration import operator
 
@@ -24,19 +28,23 @@ def check_scaled_mm(a: Tensor, b: Tensor) -> tuple[int, int]:
     shape = _fine.get(key)
     if shape is not None and a.is_contiguous() and b.is_contiguous():
         return shape
+    shape = _fine[key] = _checked("FP8 GEMM", a, b)
+    return shape
+
+
+def _checked(name: str, a: Tensor, b: Tensor) -> tuple[int, int]:
+    """The shape of the product of operands that every FP8 GEMM takes."""
     if a.dtype not in FP8_DTYPES or b.dtype not in FP8_DTYPES or (a.dtype == E5M2 and b.dtype == E5M2):
-        raise ValueError(f"FP8 GEMM takes E4M3×E4M3, E4M3×E5M2 or E5M2×E4M3, not {a.dtype} × {b.dtype}")
+        raise ValueError(f"{name} takes E4M3×E4M3, E4M3×E5M2 or E5M2×E4M3, not {a.dtype} × {b.dtype}")
     if not (a.is_contiguous() and b.is_contiguous()):
-        raise ValueError(f"FP8 GEMM takes contiguous (K-major) operands, not strides {a.stride()} × {b.stride()}")
-    m, k = a.shape
-    n, k_of_b = b.shape
+        raise ValueError(f"{name} takes contiguous (K-major) operands, not strides {a.stride()} × {b.stride()}")
+    (m, k), (n, k_of_b) = a.shape, b.shape
     if k != k_of_b:
-        raise ValueError(f"FP8 GEMM operands differ in K: a is [{m}, {k}], b is [{n}, {k_of_b}]")
-    for name, size in (("M", m), ("N", n), ("K", k)):
+        raise ValueError(f"{name} operands differ in K: a is [{m}, {k}], b is [{n}, {k_of_b}]")
+    for letter, size in (("M", m), ("N", n), ("K", k)):
         if size % FP8_GEMM_MULTIPLE:
             sizes = f"M={m} N={n} K={k}"
-            raise ValueError(f"FP8 GEMM size {name}={size} is not a multiple of {FP8_GEMM_MULTIPLE} ({sizes})")
-    _fine[key] = (m, n)
+            raise ValueError(f"{name} size {letter}={size} is not a multiple of {FP8_GEMM_MULTIPLE} ({sizes})")
     return m, n
 
 
@@ -73,10 +81,10 @@ def _check_output(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None) -> N
     shape = check_scaled_mm(a, b)
     assert out.shape == shape and out.is_contiguous(), (out.shape, shape)
     if addend is not None:
-        check_addend(out, addend)
+        _check_addend(out, addend)
 
 
-def check_addend(out: Tensor, addend: Tensor) -> None:
+def _check_addend(out: Tensor, addend: Tensor) -> None:
     assert addend.shape == out.shape and addend.dtype == out.dtype, (addend.shape, addend.dtype)
     assert addend.is_contiguous(), addend.stride()
 
@@ -121,3 +129,72 @@ def scaled_mm_to_fp8_(
     product = scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.float32)
     amax.copy_(product.abs().amax())
     out.copy_(encode(product, inverse.reciprocal(), out.dtype))
+
+
+#: Operands that passed: the check would take the host longer than the launch.
+_fine_blocks: set[tuple[object, ...]] = set()
+
+
+def check_block_scaled_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor) -> None:
+    """Check a GEMM a [M, K] · b [N, K]ᵀ against cuBLASLt's limits, on every device (a CPU would accept more).
+
+    Raises:
+        ValueError: operands that are not FP8, both E5M2, not contiguous, of sizes that cuBLASLt does not take, with
+            scales of another shape than in `quantize.blocks`, or both with scales of tiles.
+    """
+    key = (a.dtype, b.dtype, a.shape, b.shape, scales_a.shape, scales_b.shape)
+    if key in _fine_blocks and all(tensor.is_contiguous() for tensor in (a, b, scales_a, scales_b)):
+        return
+    _checked("block-scaled GEMM", a, b)
+    if has_tile_scales(a, scales_a) and has_tile_scales(b, scales_b):
+        raise ValueError("block-scaled GEMM takes 128×128 tiles on one side only: cast a or b with quantize_blocks")
+    _fine_blocks.add(key)
+
+
+def _check_block_scaled_mm_into(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None,
+) -> None:
+    check_block_scaled_mm(a, b, scales_a, scales_b)
+    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
+    assert bias is None or out.dtype == bias.dtype != torch.float32, (bias, out.dtype)
+    if addend is not None:
+        _check_addend(out, addend)
+
+
+@operator(gpu=".cuda", mutates=["out"], check=_check_block_scaled_mm_into)
+def block_scaled_mm_into_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+) -> None:
+    """``Σ_j (a_j b_jᵀ) · scales_a_j · scales_b_j (+ bias) (+ addend)`` over the blocks j of 128 along K, into `out`.
+
+    Accumulated in FP32 and rounded to `out`'s dtype once. The specification multiplies by a scale before the sum over a
+    block; Hopper multiplies after it. The results differ by FP32's rounding.
+
+    Args:
+        out: contiguous [M, N] in BF16, FP16 or FP32.
+        a, b: FP8 [M, K] and [N, K], contiguous; all sizes are multiples of 16. The last block along K may be shorter.
+        scales_a, scales_b: from `quantize.blocks`, of blocks or tiles; the shape tells which. Not tiles for both.
+        bias: [N] in `out`'s dtype, or None. It must be None with an FP32 `out`.
+        addend: contiguous [M, N] in `out`'s dtype, or None.
+
+    Raises:
+        ValueError: see `check_block_scaled_mm`.
+    """
+    product = dequantize_blocks(a, scales_a) @ dequantize_blocks(b, scales_b).t()
+    for summand in (bias, addend):
+        if summand is not None:
+            product += summand.float()
+    out.copy_(product)

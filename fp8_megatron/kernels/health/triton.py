@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dtypes import GEMM_BLOCK, MAX_FINITE
-from ..sizes import cdiv
+from ..shapes import cdiv
 from .reference import ABOVE_LARGEST, LOWEST_EXPONENT, NUM_EXPONENTS, Statistic
 
 #: Rows of 128 elements that a program reads. 32 · 128 elements are 16 a thread, whose FP64 values fit into registers.

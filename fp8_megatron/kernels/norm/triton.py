@@ -40,7 +40,7 @@ from ..quantize.triton import (
     sum_of_programs,
     take_scale,
 )
-from ..sizes import cdiv, next_power_of_2
+from ..shapes import cdiv, next_power_of_2
 
 # Measured on an H200 at rows of 1024 and 4096.
 _NUM_WARPS = 4

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from ...dtypes import FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK
 from ..reference import decode, encode, scale_from_amax
 from ..registration import operator
-from ..shapes import fp32, payload_like
-from ..sizes import cdiv, round_up
+from ..shapes import cdiv, fp32, payload_like, round_up
 
 #: cuBLASLt reads the scales of tiles with a row stride that is a multiple of this.
 TILE_SCALES_MULTIPLE = 4

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...dtypes import GEMM_BLOCK, MAX_FINITE
 from ..launch import Launcher
-from ..sizes import cdiv
+from ..shapes import cdiv
 from .blocks import block_scales_shape, tile_scales_shape
 from .triton import (
     encode,

@@ -1,4 +1,4 @@
-"""The specification of block-scaled storage, in plain PyTorch: gradients, and optimizer state in any dtype."""
+"""The specification of block-scaled storage, in plain PyTorch: gradients, optimizer state in any dtype, and weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 from ...dtypes import COMPANDED_DTYPES
 from ..reference import decode, encode, scale_from_amax
 from ..registration import operator
-from ..shapes import fp32
+from ..shapes import fp32, payload_like
+from .reference import quantize_with_scale
 
 
 def check_storage(x: Tensor, payload: Tensor, scales: Tensor) -> None:
@@ -62,3 +63,29 @@ def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     """Σ x² of flat `payload` [n] (with its block scales, if any), FP32 [1]; NaN or inf where any element is."""
     # Not torch.dot: some processors' BLAS adds sequentially, with an error that grows with n.
     return load_state(payload, scales).square().sum().reshape(1)
+
+
+def _check_weight(weight: Tensor, scales: Tensor) -> None:
+    assert weight.ndim == 2 and weight.is_contiguous() and weight.dtype == torch.float16, (weight.shape, weight.dtype)
+    assert scales.is_contiguous() and weight.numel() % scales.numel() == 0, (weight.shape, scales.shape)
+
+
+@operator(
+    gpu=".blockwise_triton",
+    fake=lambda a: payload_like(a.weight, a.weight.shape[::-1] if a.transposed else a.weight.shape, a.dtype),
+    check=_check_weight,
+)
+def quantize_weight(weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
+    """Cast a weight that is stored in FP16 with block scales, in one layout; values beyond `scale` saturate.
+
+    Args:
+        weight: FP16 [N, K], contiguous; scales: FP32 [N · K / block], of blocks of the flattened weight.
+        scale: FP32 [1], of the result.
+        transposed: whether the result is the transpose.
+
+    Returns:
+        payload [N, K] in `dtype`, or its transpose [K, N].
+    """
+    value = dequantize_blockwise(weight.reshape(-1), scales).view(weight.shape)
+    payload, payload_t = quantize_with_scale(value, scale, dtype, rowwise=not transposed, transposed=transposed)
+    return payload_t if transposed else payload

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...dtypes import MAX_FINITE
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
-from ..memory import empty
-from ..sizes import cdiv
+from ..shapes import cdiv, empty
 from .triton import (
     MAX_PARTIALS,
     add_cast,

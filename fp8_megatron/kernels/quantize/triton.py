@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ...dtypes import CLAMPED_ABOVE, E4M3, E5M2, MAX_FINITE
 from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
-from ..memory import empty, empty_vector
-from ..sizes import cdiv
+from ..shapes import cdiv, empty, empty_vector
 
 # Programs of the amax pass. They are few enough that each program of the cast can reduce all of their results again
 # (4 KiB from L2), which saves a third launch. 1024 programs of 256 threads are one wave on 132 multiprocessors.

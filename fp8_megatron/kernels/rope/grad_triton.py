@@ -39,7 +39,7 @@ from ..quantize.triton import (
     transposed_words,
 )
 from ..reference import decode
-from ..sizes import cdiv
+from ..shapes import cdiv
 from .reference import Rotation
 from .triton import heads_of_rows, join_rotated_back, load_angles, load_pairs, rotate, tile_of
 

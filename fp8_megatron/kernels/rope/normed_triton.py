@@ -1,4 +1,4 @@
-"""Query-key normalisation with RoPE in Triton: `normed.norm_rotate_qk` and its backward, one launch each way.
+"""Query-key normalisation with RoPE in Triton: `reference.norm_rotate_qk` and its backward, one launch each way.
 
 A row of a tile is one head of one token, so a program computes a head's statistics from what it holds. Backward's
 programs add up the gradients of the weights over all rows they take; a second small launch adds up the programs.
@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..quantize.grad_output_triton import dense
 from ..quantize.triton import sum_of_programs
-from ..sizes import cdiv
-from .normed import QKNorm
-from .reference import Rotation
+from ..shapes import cdiv
+from .reference import QKNorm, Rotation
 from .triton import heads_of_rows, load_angles, load_pairs, rotate, store_pairs, tile_of_rest
 
 #: Columns of heads in a program's tile.
@@ -223,7 +222,7 @@ def _tiles(rotation: Rotation) -> tuple[int, int, int]:
 
 
 def norm_rotate_qk(y: Tensor, rotation: Rotation, norm: QKNorm, heads_per_group: int) -> tuple[Tensor, Tensor]:
-    """`normed.norm_rotate_qk`."""
+    """`reference.norm_rotate_qk`."""
     cos_sin, head_dim, interleaved = rotation
     T, width = y.shape
     group_width = (heads_per_group + 2) * head_dim
@@ -246,7 +245,7 @@ def norm_rotate_qk(y: Tensor, rotation: Rotation, norm: QKNorm, heads_per_group:
 def norm_rotate_qk_backward(
     grads: list[Tensor], y: Tensor, rotation: Rotation, norm: QKNorm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`normed.norm_rotate_qk_backward`."""
+    """`reference.norm_rotate_qk_backward`."""
     cos_sin, head_dim, interleaved = rotation
     query, key, value = (dense(grad) for grad in grads)
     T, width = y.shape

@@ -1,4 +1,4 @@
-"""Query, key and value in E4M3 in Triton: `quantized.quantize_rotated_qkv`, one launch.
+"""Query, key and value in E4M3 in Triton: `reference.quantize_rotated_qkv`, one launch.
 
 A program reads some heads of some tokens, so that the tokens' angles stay in registers. Rows of its tile are tokens.
 The kernel is compiled without fused multiply-add: results are bitwise those of the specification.
@@ -28,9 +28,8 @@ from ..quantize.triton import (
     reciprocal,
     recorded,
 )
-from ..sizes import cdiv
-from .quantized import QKVCasts
-from .reference import Rotation
+from ..shapes import cdiv
+from .reference import QKVCasts, Rotation
 from .triton import load_angles, load_pairs, rotate, split_rotated_qkv, store_pairs, tile_of_rest
 
 #: Pairs of columns in a program's tile.
@@ -132,7 +131,7 @@ def _quantize_rotated_heads(
 def quantize_rotated_qkv(
     y: Tensor, rotation: Rotation, casts: QKVCasts, heads_per_group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantized.quantize_rotated_qkv`. If other than multiples of 4 columns turn together, the rotated parts are
+    """`reference.quantize_rotated_qkv`. If other than multiples of 4 columns turn together, the rotated parts are
     written in FP32 in between."""
     cos_sin, head_dim, interleaved = rotation
     half = cos_sin.shape[2]

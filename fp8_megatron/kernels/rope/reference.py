@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...dtypes import FP8_DTYPES
+from ...dtypes import E4M3, FP8_DTYPES
 from ..quantize.reference import interleaved as joined
-from ..quantize.reference import quantize_grad_output
-from ..reference import amax, decode
+from ..quantize.reference import quantize_grad_output, record_
+from ..reference import amax, decode, encode
 from ..registration import operator
-from ..shapes import fp32, layouts, taken_scale
+from ..shapes import fp32, layouts, payload_like, taken_scale
 
 
 class Rotation(NamedTuple):
@@ -203,3 +203,170 @@ def quantize_rotated_qkv_grad(
         _unrotated(grads, rotation, grad_scales), dtype, scale=scale, power_of_two=power_of_two, amax_out=amax_out
     )
     return payload, payload_t, sums if column_sums else sums.new_empty(0), taken
+
+
+class KnownCast(NamedTuple):
+    """A cast whose scale is known before.
+
+    Attributes:
+        scale: the dequantising scale, FP32 [1].
+        record: where the cast records what it sees (`quantize.reference.record_`), FP32 [1] or [3]; None: nowhere.
+    """
+
+    scale: Tensor
+    record: Tensor | None
+
+
+class QKVCasts(NamedTuple):
+    """The casts of query, key and value."""
+
+    query: KnownCast
+    key: KnownCast
+    value: KnownCast
+
+
+def _payloads(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, columns = a.y.shape
+    width = columns // (a.heads_per_group + 2)
+    query, key, value = (payload_like(a.y, (tokens, own * width), E4M3) for own in (a.heads_per_group, 1, 1))
+    return query, key, value
+
+
+def _check_casts(y: Tensor, rotation: Rotation, casts: QKVCasts, heads_per_group: int) -> None:
+    check_projection(y, rotation, heads_per_group)
+    assert len({0 if cast.record is None else cast.record.numel() for cast in casts}) == 1, casts
+
+
+@operator(gpu=".quantized_triton", fake=_payloads, mutates=["record"], check=_check_casts)
+def quantize_rotated_qkv(
+    y: Tensor, rotation: Rotation, casts: QKVCasts, *, heads_per_group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query and key, rotated, and value of the QKV projection's output, each in E4M3 in memory of its own; one launch.
+
+    The rotation is FP32. Its result is rounded once, to E4M3. Moves 3 bytes an element, and 8 bytes of each pair's
+    angle per token.
+
+    Args:
+        y: BF16 or FP16 [T, groups · (heads_per_group + 2) · d], contiguous, only read: of each group its query heads,
+            its key and its value. T = s · b; token t is at sequence index t // b.
+        rotation: with R = 0, nothing is rotated.
+        heads_per_group: query heads that share one key.
+
+    Returns:
+        Query [T, groups · heads_per_group · d], key and value [T, groups · d].
+    """
+    head_dim = rotation.head_dim
+    sequence, heads = rotation.cos_sin.shape[0], heads_per_group * head_dim
+    grouped = y.view(sequence, y.shape[0] // sequence, -1, heads + 2 * head_dim)
+    query, key, value = grouped.split([heads, head_dim, head_dim], dim=3)
+    return (
+        _cast(rotated(query, rotation), casts.query),
+        _cast(rotated(key, rotation), casts.key),
+        _cast(value.float(), casts.value),
+    )
+
+
+def _cast(x: Tensor, cast: KnownCast) -> Tensor:
+    """[s, b, groups, width] → E4M3 [T, groups · width]."""
+    if cast.record is not None:
+        record_(cast.record, x, cast.scale, E4M3)
+    payload: Tensor = encode(x, cast.scale, E4M3).reshape(x.shape[0] * x.shape[1], -1)
+    return payload
+
+
+class QKNorm(NamedTuple):
+    """The norms of query and key.
+
+    Attributes:
+        query_weight, key_weight: [d]. query_bias, key_bias: [d], or None.
+        eps: added to the variance.
+        rms: RMSNorm, not LayerNorm.
+    """
+
+    query_weight: Tensor
+    key_weight: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    eps: float
+    rms: bool
+
+
+def _normalized(heads: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+    """FP32 heads [..., d], centred (not with `rms`) and scaled; and 1 / √(variance + eps) [..., 1]."""
+    centred = heads if rms else heads - heads.mean(dim=-1, keepdim=True)
+    rstd = 1.0 / torch.sqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+    return centred * rstd, rstd
+
+
+def _parts(y: Tensor, rotation: Rotation, heads_per_group: int) -> list[Tensor]:
+    """Query, key and value of y [T, N], each [s, b, groups, heads · d]."""
+    sequence, head_dim = rotation.cos_sin.shape[0], rotation.head_dim
+    grouped = y.view(sequence, y.shape[0] // sequence, -1, (heads_per_group + 2) * head_dim)
+    return list(grouped.split([heads_per_group * head_dim, head_dim, head_dim], dim=3))
+
+
+def _query_and_key(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    width = a.y.shape[1] // (a.heads_per_group + 2)
+    return a.y.new_empty((len(a.y), a.heads_per_group * width)), a.y.new_empty((len(a.y), width))
+
+
+@operator(gpu=".normed_triton", fake=_query_and_key, check=check_projection)
+def norm_rotate_qk(y: Tensor, rotation: Rotation, norm: QKNorm, *, heads_per_group: int) -> tuple[Tensor, Tensor]:
+    """Query and key of the QKV projection's output, normalised and rotated, in memory of their own; one launch.
+
+    Moves 4 bytes of each of their elements, and 8 bytes of each pair's angle per token; about 10 flops an element.
+
+    Args:
+        y: BF16 or FP16 [T, groups · (heads_per_group + 2) · d], contiguous; only read. T = s · b.
+        rotation: with R = 0, nothing is rotated.
+
+    Returns:
+        Query [T, groups · heads_per_group · d] and key [T, groups · d], in the dtype of `y`.
+    """
+    query, key, _ = _parts(y, rotation, heads_per_group)
+
+    def normed(part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        heads, _ = _normalized(part.float().unflatten(3, (-1, rotation.head_dim)), norm.eps, norm.rms)
+        heads = heads * weight.float() if bias is None else heads * weight.float() + bias.float()
+        return rotated(heads.flatten(3), rotation).to(y.dtype).reshape(len(y), -1)
+
+    return normed(query, norm.query_weight, norm.query_bias), normed(key, norm.key_weight, norm.key_bias)
+
+
+def _gradients(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    has_bias = a.norm.query_bias is not None
+    return a.y.new_empty(a.y.shape), fp32(a.y, 2, a.rotation.head_dim), fp32(a.y, 2 * has_bias, a.rotation.head_dim)
+
+
+@operator(gpu=".normed_triton", fake=_gradients, check=check_rotated)
+def norm_rotate_qk_backward(
+    grads: list[Tensor], y: Tensor, rotation: Rotation, norm: QKNorm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `norm_rotate_qk`, and the value's copied beside them.
+
+    Moves 6 bytes of an element of query and key and 4 of value. The sums over tokens and heads have one order.
+
+    Args:
+        grads: of the rotated query [s, b, groups, heads per group · d], the rotated key and value [s, b, groups, d],
+            with any strides.
+
+    Returns:
+        The gradient of y [T, N] in its dtype; those of the two weights FP32 [2, d] and of the two biases FP32 [2, d]
+        ([0, d] without biases), query first.
+    """
+    heads_per_group = grads[0].shape[3] // rotation.head_dim
+    *parts, _ = _parts(y, rotation, heads_per_group)
+    back, of_weights, of_biases = [], [], []
+    for part, grad, weight in zip(parts, grads[:2], (norm.query_weight, norm.key_weight), strict=True):
+        g = rotated(grad, rotation, inverse=True).unflatten(3, (-1, rotation.head_dim))
+        heads, rstd = _normalized(part.float().unflatten(3, (-1, rotation.head_dim)), norm.eps, norm.rms)
+        weighted = g * weight.float()
+        of_input = weighted - heads * (heads * weighted).mean(dim=-1, keepdim=True)
+        if not norm.rms:
+            of_input = of_input - weighted.mean(dim=-1, keepdim=True)
+        back.append((of_input * rstd).flatten(3).to(y.dtype))
+        of_weights.append((g * heads).sum(dim=(0, 1, 2, 3)))
+        of_biases.append(g.sum(dim=(0, 1, 2, 3)))
+    joined = torch.cat([*back, grads[2].to(y.dtype)], dim=3).reshape(y.shape)
+    biases = torch.stack(of_biases) if norm.query_bias is not None else y.new_empty((0, rotation.head_dim)).float()
+    return joined, torch.stack(of_weights), biases

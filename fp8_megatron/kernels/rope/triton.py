@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quantize.grad_output_triton import dense
-from ..sizes import cdiv
+from ..shapes import cdiv
 from .reference import Rotation
 
 #: Pairs of columns in a program's tile.

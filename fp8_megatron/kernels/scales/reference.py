@@ -46,7 +46,7 @@ def _check_records(
 
 
 @operator(
-    gpu=".amax_history_triton",
+    gpu=".triton",
     fake=lambda a: (fp32(a.record, len(a.record)), fp32(a.record, REPORT_HEAD + REPORT_SUMS * a.num_roles)),
     mutates=["square_sum", "streak"],
     check=_check_records,
@@ -115,7 +115,7 @@ def _check_history(
 
 
 @operator(
-    gpu=".amax_history_triton",
+    gpu=".triton",
     fake=lambda a: (torch.empty_like(a.previous), torch.empty_like(a.previous)),
     mutates=["record", "written", "history"],
     check=_check_history,
@@ -180,7 +180,7 @@ def _check_counts(value: Tensor, payload: Tensor, counts: Tensor) -> None:
     assert counts.dtype == torch.int64 and counts.shape == (2,), (counts.dtype, counts.shape)
 
 
-@operator(gpu=".underflow_triton", mutates=["counts"], check=_check_counts)
+@operator(gpu=".triton", mutates=["counts"], check=_check_counts)
 def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor, *, is_sample: bool = False) -> None:
     """Add to `counts` the number of non-zero elements of `value`, and how many of them are zero in `payload`. No host
     sync.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...dtypes import GRAD_BLOCK
 from ..quantize.blockwise_triton import block_size
-from ..sizes import cdiv
+from ..shapes import cdiv
 
 # Four elements per thread: a warp takes whole lines of every operand, threads exchange nothing, a row has one scale.
 _TILE = 1024

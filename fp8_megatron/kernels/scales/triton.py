@@ -1,5 +1,5 @@
-"""The end of a step under delayed scaling: `reference.examine_records_` and `reference.update_amax_history_` in Triton,
-one launch each, bit for bit."""
+"""The operators of `reference` in Triton, one launch each, bit for bit: the end of a step under delayed scaling, and
+counts of values that a cast made zero."""
 
 # The parameters of a Triton kernel have no Python types.
 # mypy: disable-error-code="no-untyped-def"
@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quantize.triton import magnitude_bits, reciprocal
-from ..sizes import cdiv, next_power_of_2
-from .reference import RECORD_SIZE, REPORT_HEAD, REPORT_SUMS
+from ..shapes import cdiv, next_power_of_2
+from .reference import RECORD_SIZE, REPORT_HEAD, REPORT_SUMS, SAMPLE_BLOCK, sampling
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -190,3 +190,38 @@ def update_amax_history_(
         enable_fp_fusion=True,
     )  # fmt: skip
     return scales, inverses
+
+
+_BLOCKS = 64
+_COUNT_WARPS = 8
+
+
+@triton.jit
+def _count_underflow(
+    value, payload, counts, n, num_blocks, DISTANCE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    offsets = index.to(tl.int64) * (DISTANCE * BLOCK) + tl.arange(0, BLOCK)[None, :]
+    mask = (index < num_blocks) & (offsets < n)
+    nonzero = tl.load(value + offsets, mask=mask, other=0.0) != 0
+    is_zero = (tl.load(payload + offsets, mask=mask, other=0) & 0x7F) == 0
+    tl.atomic_add(counts, tl.sum(tl.sum(nonzero.to(tl.int32), 1), 0).to(tl.int64))
+    tl.atomic_add(counts + 1, tl.sum(tl.sum((nonzero & is_zero).to(tl.int32), 1), 0).to(tl.int64))
+
+
+def count_underflow_(value: Tensor, payload: Tensor, counts: Tensor, is_sample: bool) -> None:
+    """`reference.count_underflow_`."""
+    assert value.is_contiguous() and payload.is_contiguous()
+    num_blocks, distance = sampling(value.numel(), is_sample)
+    _count_underflow[(cdiv(num_blocks, _BLOCKS),)](
+        value,
+        payload.view(torch.uint8),
+        counts,
+        value.numel(),
+        num_blocks,
+        distance,
+        _BLOCKS,
+        SAMPLE_BLOCK,
+        num_warps=_COUNT_WARPS,
+        enable_fp_fusion=True,
+    )
