@@ -18,10 +18,10 @@ if torch.cuda.is_available():
     import triton.language as tl
 
     from fp8_megatron.kernels import launch
-    from fp8_megatron.kernels.launch import Launcher
+    from fp8_megatron.kernels.launch import PreparedLaunch
 
     @triton.jit
-    def _add(n, x, factor, out, TILE: tl.constexpr, DOUBLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _add(x, out, n, factor, TILE: tl.constexpr, DOUBLE: tl.constexpr):  # type: ignore[no-untyped-def]
         offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
         value = tl.load(x + offsets, mask=offsets < n, other=0.0).to(tl.float32) + factor
         if DOUBLE:
@@ -33,22 +33,27 @@ class Counted:
     """Counts Triton's own launches of a kernel."""
 
     def __init__(self) -> None:
-        self.launcher = Launcher(_add)
+        self.kernel = _add
         self.ordinary = 0
-        kernel = self.launcher.kernel
-        self.run = kernel.run
+        self.run = self.kernel.run
+        self.launches: dict[object, PreparedLaunch] = {}
 
         def run(*args, **options):  # type: ignore[no-untyped-def]
             self.ordinary += 1
             return self.run(*args, **options)
 
-        kernel.run = run
+        self.kernel.run = run
+
+    def launch(self, n: int, factor: float = 3, *, double: bool = False, num_warps: int = 4) -> PreparedLaunch:
+        """The one launch with these numbers."""
+        made = PreparedLaunch(self.kernel, (triton.cdiv(n, 128),), n, factor, 128, double, num_warps=num_warps)
+        return self.launches.setdefault((n, factor, double, num_warps), made)
 
     def __call__(self, x: Tensor, factor: float = 3, *, double: bool = False, num_warps: int = 4) -> Tensor:
         """x [n] + factor, twice that if `double`."""
         out = torch.full((x.numel() + 64,), -1.0, device=x.device)
         n = x.numel()
-        self.launcher[(triton.cdiv(n, 128),)](n, x, factor, out, 128, double, num_warps=num_warps)
+        self.launch(n, factor, double=double, num_warps=num_warps)(x, out)
         expected = (x.float() + factor) * (2 if double else 1)
         assert torch.equal(out[:n].cpu(), expected.cpu()), (n, x.dtype, factor, double)
         assert bool((out[n:] == -1).all())
@@ -59,7 +64,7 @@ class Counted:
 def counted() -> Iterator[Counted]:
     made = Counted()
     yield made
-    made.launcher.kernel.run = made.run
+    made.kernel.run = made.run
 
 
 def numbers(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,7 +72,7 @@ def numbers(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def test_repeated_launches_leave_the_binder_out(counted: Counted) -> None:
-    """A number may stand before a tensor. Each launch has new memory."""
+    """Each launch has new memory."""
     for seed in range(5):
         counted(numbers(1000) + seed)
     assert counted.ordinary == 1
@@ -108,7 +113,7 @@ def test_unaligned_addresses_take_tritons_launch(counted: Counted) -> None:
         assert fresh.ordinary == 2, "an unaligned launch must not be the one that is kept"
         fresh(x[:1000])
     finally:
-        fresh.launcher.kernel.run = fresh.run
+        fresh.kernel.run = fresh.run
 
 
 def test_current_stream(counted: Counted) -> None:
@@ -119,7 +124,7 @@ def test_current_stream(counted: Counted) -> None:
     out = torch.zeros(1000, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        counted.launcher[(8,)](1000, x, 3, out, 128, False, num_warps=4)
+        counted.launch(1000)(x, out)
     assert bool((out == 0).all()), "the launch was recorded, not run"
     graph.replay()
     assert torch.equal(out, x + 3)
@@ -130,7 +135,7 @@ def test_a_tensor_of_the_cpu_is_an_error(counted: Counted) -> None:
     counted(numbers(1000))
     out = torch.zeros(1064)
     with pytest.raises(ValueError, match="cpu tensor"):
-        counted.launcher[(8,)](1000, numbers(1000), 3, out, 128, False, num_warps=4)
+        counted.launch(1000)(numbers(1000), out)
 
 
 def test_hooks_see_every_launch(counted: Counted) -> None:
@@ -153,16 +158,8 @@ def test_hooks_see_every_launch(counted: Counted) -> None:
 
 def test_unknown_versions_take_tritons_launch(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_VERSIONS", ())
-    unknown = Launcher(counted.launcher.kernel)
     out = torch.zeros(1000, device="cuda")
     for _ in range(3):
-        unknown[(8,)](1000, numbers(1000), 3, out, 128, False, num_warps=4)
+        counted.launch(1000)(numbers(1000), out)
     assert torch.equal(out, numbers(1000) + 3)
     assert counted.ordinary == 3
-
-
-def test_memory_of_known_arguments_is_bounded(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_MOST_KNOWN", 4)
-    for n in range(100, 110):
-        counted(numbers(n))
-    assert len(counted.launcher._known) <= 4

@@ -15,12 +15,12 @@ MODULES = [path for path in sorted(PACKAGE.rglob("*triton.py")) if "import trito
 
 
 def launches(module: Path) -> Iterator[tuple[str, ast.Call]]:
-    """The kernel's name and the call, of each ``kernel[grid](…)`` and ``kernel.prepared(grid, …)``."""
+    """The kernel's name and the call, of each ``kernel[grid](…)`` and ``PreparedLaunch(kernel, grid, …)``."""
     for call in ast.walk(ast.parse(module.read_text())):
         match call:
             case ast.Call(func=ast.Subscript(value=ast.Name(id=name), slice=ast.Tuple() | ast.Name(id="grid"))):
                 yield name, call
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="prepared")):
+            case ast.Call(func=ast.Name(id="PreparedLaunch"), args=[ast.Name(id=name), *_]):
                 yield name, call
 
 

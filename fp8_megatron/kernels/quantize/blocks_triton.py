@@ -13,13 +13,15 @@ A program holds its rows 4i, 4i+1, 4i+2 and 4i+3 in separate tensors, as `triton
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...dtypes import GEMM_BLOCK, MAX_FINITE
-from ..launch import Launcher
+from ..launch import MOST_SHAPES, PreparedLaunch
 from ..shapes import cdiv
 from .blocks import block_scales_shape, tile_scales_shape
 from .triton import (
@@ -134,7 +136,6 @@ def _cast_columns(
         _store_column_sums(sums, x0, x1, x2, x3, tile_m, k0, K, EVEN, PART)
 
 
-@Launcher
 @triton.jit
 def _cast_blocks(
     x, payload, scales, payload_t, scales_t, sums, M, K,
@@ -179,7 +180,6 @@ def _store_tile_scale(scales, scale, row, column, num_columns, stride):
     tl.store(scales + row * stride + column + ahead, tl.where(ahead == 0, scale, 1.0), mask=mask)
 
 
-@Launcher
 @triton.jit
 def _cast_tiles(
     w, given_scales, payload, scales, payload_t, scales_t, N, K, stride, stride_t,
@@ -221,7 +221,6 @@ def quantize_blocks(
     (M, K), device = x.shape, x.device
     no_payload, no_scales = no_values(dtype, device), no_values(torch.float32, device)
     payload, scales, payload_t, scales_t, partial_sums = no_payload, no_scales, no_payload, no_scales, no_scales
-    tiles_m, tiles_k = cdiv(M, GEMM_BLOCK), cdiv(K, GEMM_BLOCK)
     if rowwise:
         payload = torch.empty((M, K), dtype=dtype, device=device)
         scales = torch.empty(block_scales_shape(M, K), dtype=torch.float32, device=device)
@@ -230,17 +229,27 @@ def quantize_blocks(
         scales_t = torch.empty(block_scales_shape(K, M), dtype=torch.float32, device=device)
     if column_sums:
         # Programs below the last row write their zeros too.
-        num_partials = tiles_m if transposed else tiles_m * (GEMM_BLOCK // _PART)
+        num_partials = cdiv(M, GEMM_BLOCK) * (1 if transposed else GEMM_BLOCK // _PART)
         partial_sums = torch.empty((1, num_partials, K), dtype=torch.float32, device=device)
-    programs_a_tile = GEMM_BLOCK // _PART * (rowwise + transposed)
-    _cast_blocks[(tiles_m * tiles_k * programs_a_tile,)](
-        x, payload, scales, payload_t, scales_t, partial_sums, M, K,
-        MAX_FINITE[dtype], power_of_two, rowwise, transposed, column_sums,
-        M % GEMM_BLOCK == 0 and K % GEMM_BLOCK == 0, GEMM_BLOCK, _PART, num_warps=_BLOCKS_NUM_WARPS,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+    launch = _blocks_launch(M, K, MAX_FINITE[dtype], power_of_two, rowwise, transposed, column_sums)
+    launch(x, payload, scales, payload_t, scales_t, partial_sums)
     sums = sum_of_programs(partial_sums)[0] if column_sums else no_scales
     return payload, scales, payload_t, scales_t, sums
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _blocks_launch(
+    M: int, K: int, fp_max: float, power_of_two: bool, rowwise: bool, transposed: bool, column_sums: bool
+) -> PreparedLaunch:
+    tiles = cdiv(M, GEMM_BLOCK) * cdiv(K, GEMM_BLOCK)
+    return PreparedLaunch(
+        _cast_blocks,
+        (tiles * (GEMM_BLOCK // _PART) * (rowwise + transposed),),
+        *(M, K, fp_max, power_of_two, rowwise, transposed, column_sums),
+        *(M % GEMM_BLOCK == 0 and K % GEMM_BLOCK == 0, GEMM_BLOCK, _PART),
+        num_warps=_BLOCKS_NUM_WARPS,
+        enable_fp_fusion=True,
+    )
 
 
 def quantize_tiles(
@@ -262,18 +271,27 @@ def _launch_tiles(
     (N, K), device = w.shape, w.device
     no_payload, no_scales = no_values(dtype, device), no_values(torch.float32, device)
     payload, scales, payload_t, scales_t = no_payload, no_scales, no_payload, no_scales
-    shape, shape_t = tile_scales_shape(N, K), tile_scales_shape(K, N)
     if rowwise:
         payload = torch.empty((N, K), dtype=dtype, device=device)
-        scales = torch.empty(shape, dtype=torch.float32, device=device)
+        scales = torch.empty(tile_scales_shape(N, K), dtype=torch.float32, device=device)
     if transposed:
         payload_t = torch.empty((K, N), dtype=dtype, device=device)
-        scales_t = torch.empty(shape_t, dtype=torch.float32, device=device)
-    _cast_tiles[(shape[0] * cdiv(K, GEMM_BLOCK),)](
-        w, no_scales if given_scales is None else given_scales, payload, scales, payload_t, scales_t,
-        N, K, shape[1], shape_t[1],
-        MAX_FINITE[dtype], given_scales is None, power_of_two, rowwise, transposed,
-        N % GEMM_BLOCK == 0 and K % GEMM_BLOCK == 0, GEMM_BLOCK, num_warps=_TILES_NUM_WARPS,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+        scales_t = torch.empty(tile_scales_shape(K, N), dtype=torch.float32, device=device)
+    launch = _tiles_launch(N, K, MAX_FINITE[dtype], given_scales is None, power_of_two, rowwise, transposed)
+    launch(w, no_scales if given_scales is None else given_scales, payload, scales, payload_t, scales_t)
     return payload, scales, payload_t, scales_t
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _tiles_launch(
+    N: int, K: int, fp_max: float, casts: bool, power_of_two: bool, rowwise: bool, transposed: bool
+) -> PreparedLaunch:
+    (rows, stride), (_, stride_t) = tile_scales_shape(N, K), tile_scales_shape(K, N)
+    return PreparedLaunch(
+        _cast_tiles,
+        (rows * cdiv(K, GEMM_BLOCK),),
+        *(N, K, stride, stride_t, fp_max, casts, power_of_two, rowwise, transposed),
+        *(N % GEMM_BLOCK == 0 and K % GEMM_BLOCK == 0, GEMM_BLOCK),
+        num_warps=_TILES_NUM_WARPS,
+        enable_fp_fusion=True,
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...dtypes import E4M3, E5M2, MAX_FINITE
 from ..companding_triton import companded_scale, decode_companded, encode_companded
-from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
+from ..launch import MOST_SHAPES, PreparedLaunch
 from ..shapes import cdiv, empty
 from .triton import encode, magnitude_bits, reciprocal, store_transposed
 
@@ -61,7 +61,6 @@ def block_scale(bits, FP_MAX_BITS: tl.constexpr):
     return tl.where(finite, scale, 0x7FC00000).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 
-@Launcher
 @triton.jit
 def _quantize_blocks(
     x, payload, scales, n, num_blocks,
@@ -90,7 +89,6 @@ def _quantize_blocks(
     tl.store(payload + first * BLOCK + offsets, encoded, mask=mask)
 
 
-@Launcher
 @triton.jit
 def _dequantize_blocks(payload, scales, out, num_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -108,7 +106,6 @@ def _dequantize_blocks(payload, scales, out, num_blocks, ROWS: tl.constexpr, BLO
     tl.store(out + first * BLOCK + offsets, decoded, mask=mask)
 
 
-@Launcher
 @triton.jit
 def _partial_squares(
     payload, scales, partials, n, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
@@ -132,9 +129,8 @@ def _partial_squares(
     tl.store(partials + tl.program_id(0), tl.sum(total))
 
 
-@Launcher
 @triton.jit
-def _sum_partials(partials, num_partials, out, MAX_PARTIALS: tl.constexpr):
+def _sum_partials(partials, out, num_partials, MAX_PARTIALS: tl.constexpr):
     offsets = tl.arange(0, MAX_PARTIALS)
     tl.store(out, tl.sum(tl.load(partials + offsets, mask=offsets < num_partials, other=0.0), axis=0))
 
@@ -171,7 +167,8 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
 def _blocks_launch(n: int, numel: int, num_blocks: int, dtype: torch.dtype) -> PreparedLaunch:
     block = block_of_sizes(numel, num_blocks)
     rows = _TILE // block
-    return _quantize_blocks.prepared(
+    return PreparedLaunch(
+        _quantize_blocks,
         (cdiv(num_blocks, rows),),
         *(n, num_blocks, FP_MAX_BITS.get(dtype, 0), rows, block, num_blocks % rows == 0 and n == numel),
         num_warps=_NUM_WARPS,
@@ -185,21 +182,18 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     Raises:
         ValueError: see `block_of_sizes`.
     """
-    block = block_size(payload, scales)
-    rows, num_blocks = _TILE // block, scales.numel()
     out = torch.empty(payload.numel(), dtype=torch.float32, device=payload.device)
-    _dequantize_blocks[(cdiv(num_blocks, rows),)](
-        payload.contiguous(),
-        scales.contiguous(),
-        out,
-        num_blocks,
-        rows,
-        block,
-        num_blocks % rows == 0,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+    _decode_launch(payload.numel(), scales.numel())(payload.contiguous(), scales.contiguous(), out)
     return out
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _decode_launch(numel: int, num_blocks: int) -> PreparedLaunch:
+    block = block_of_sizes(numel, num_blocks)
+    rows = _TILE // block
+    numbers = (num_blocks, rows, block, num_blocks % rows == 0)
+    grid = (cdiv(num_blocks, rows),)
+    return PreparedLaunch(_dequantize_blocks, grid, *numbers, num_warps=_NUM_WARPS, enable_fp_fusion=False)
 
 
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
@@ -208,28 +202,27 @@ def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     Raises:
         ValueError: see `block_of_sizes`.
     """
-    block = _TILE if scales is None else block_size(payload, scales)
     n = payload.numel()
     num_partials = min(cdiv(n, _TILE), _MAX_PARTIALS)
+    add_squares, add_partials = _squares_launches(n, None if scales is None else scales.numel(), num_partials)
     partials = torch.empty(num_partials, dtype=torch.float32, device=payload.device)
     payload = payload.contiguous()
-    _partial_squares[(num_partials,)](
-        payload,
-        payload if scales is None else scales.contiguous(),
-        partials,
-        n,
-        scales is not None,
-        _TILE // block,
-        block,
-        n % _TILE == 0,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=True,
-    )
+    add_squares(payload, payload if scales is None else scales.contiguous(), partials)
     if num_partials == 1:
         return partials
     out = torch.empty(1, dtype=torch.float32, device=payload.device)
-    _sum_partials[(1,)](partials, num_partials, out, _MAX_PARTIALS, enable_fp_fusion=True)
+    add_partials(partials, out)
     return out
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _squares_launches(n: int, num_blocks: int | None, num_partials: int) -> tuple[PreparedLaunch, PreparedLaunch]:
+    block = _TILE if num_blocks is None else block_of_sizes(n, num_blocks)
+    numbers = (n, num_blocks is not None, _TILE // block, block, n % _TILE == 0)
+    return (
+        PreparedLaunch(_partial_squares, (num_partials,), *numbers, num_warps=_NUM_WARPS, enable_fp_fusion=True),
+        PreparedLaunch(_sum_partials, (1,), num_partials, _MAX_PARTIALS, enable_fp_fusion=True),
+    )
 
 
 _WEIGHT_TILE = 8192
@@ -237,7 +230,6 @@ _TILE_N = 128
 _TILE_K = 128
 
 
-@Launcher
 @triton.jit
 def _cast_rows(
     weight, scales, scale, payload, num_blocks,
@@ -268,7 +260,6 @@ def _decoded_row(weight, scales, row, columns, k0, N, K, BLOCK: tl.constexpr, RO
     return value * own
 
 
-@Launcher
 @triton.jit
 def _cast_transposed(
     weight, scales, scale, payload_t, N, K,
@@ -308,7 +299,8 @@ def _weight_launch(N: int, K: int, num_blocks: int, dtype: torch.dtype, transpos
     block = block_of_sizes(N * K, num_blocks)
     if not transposed:
         rows = _WEIGHT_TILE // block
-        return _cast_rows.prepared(
+        return PreparedLaunch(
+            _cast_rows,
             (cdiv(num_blocks, rows),),
             *(num_blocks, MAX_FINITE[dtype], rows, block, num_blocks % rows == 0),
             num_warps=_NUM_WARPS,
@@ -317,7 +309,8 @@ def _weight_launch(N: int, K: int, num_blocks: int, dtype: torch.dtype, transpos
     if N % 4:
         raise ValueError(f"a transposed FP8 payload needs M={N} to be a multiple of 4 (the FP8 GEMM: of 16)")
     row_in_block = K % _TILE_K == 0 and block % _TILE_K == 0  # then a tile's rows start on multiples of its width
-    return _cast_transposed.prepared(
+    return PreparedLaunch(
+        _cast_transposed,
         (cdiv(N, _TILE_N) * cdiv(K, _TILE_K),),
         *(N, K, MAX_FINITE[dtype], block, row_in_block, _TILE_N, _TILE_K),
         num_warps=_NUM_WARPS,

@@ -10,6 +10,7 @@ writes them interleaved by group. This moves 4 bytes per element; concatenating 
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dtypes import MAX_FINITE
-from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
+from ..launch import MOST_SHAPES, PreparedLaunch
 from ..shapes import cdiv, empty
 from .triton import (
     MAX_PARTIALS,
@@ -51,7 +52,6 @@ def _load_rows(x, rows, columns, mask, batch, stride_s, stride_b):
     return tl.load(x + offsets + columns, mask=mask, other=0.0).to(tl.float32)
 
 
-@Launcher
 @triton.jit
 def quantize_grad_tiles(
     x, payload, payload_t, scale, partials, amax_out, column_sums,
@@ -133,31 +133,23 @@ def quantize_grad_output(
     payload = empty(T, width, dtype, device)
     payload_t = empty(width, T, dtype, device) if transposed else no_values(dtype, device)
     sums = empty(cdiv(T, _TILE_M), width, torch.float32, device)
-    launch = _matrix_launch(
-        T, width, num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), transposed
+    check_layouts(T, width)
+    launch = _launch(
+        (T, 1, width, width, width, width, width, 0, width),
+        (num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), True, transposed),
     )
     launch(x, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums)
     return payload, payload_t, sum_of_blocks(sums), taken
 
 
 @lru_cache(maxsize=MOST_SHAPES)
-def _matrix_launch(
-    T: int,
-    width: int,
-    num_partials: int,
-    fp_max: float,
-    current: bool,
-    power_of_two: bool,
-    num_recorded: int,
-    transposed: bool,
-) -> PreparedLaunch:
-    """`quantize_grad_tiles` of one gradient [T, width], with column sums."""
-    check_layouts(T, width)
-    return quantize_grad_tiles.prepared(
-        (cdiv(width, _TILE_K), cdiv(T, _TILE_M)),
-        *(T, 1, width, width, width, width, width, 0, width),
-        *(num_partials, fp_max, current, power_of_two, num_recorded, True),
-        *(transposed, _TILE_M, _TILE_K, MAX_PARTIALS),
+def _launch(sizes: tuple[int, ...], cast: tuple[Any, ...]) -> PreparedLaunch:
+    """`quantize_grad_tiles` of one gradient, with the kernel's numbers in order: sizes, then what the cast does."""
+    T, *_, width, group_width, _, total = sizes
+    return PreparedLaunch(
+        quantize_grad_tiles,
+        (total // group_width * cdiv(width, _TILE_K), cdiv(T, _TILE_M)),
+        *(*sizes, *cast, _TILE_M, _TILE_K, MAX_PARTIALS),
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )
@@ -205,13 +197,11 @@ def _quantize_grads(
     first_column = 0
     for grad in grads:
         width = grad.shape[3]
-        quantize_grad_tiles[(groups * cdiv(width, _TILE_K), blocks)](
-            grad, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums,
-            T, batch, grad.stride(0), grad.stride(1), grad.stride(2), width, group_width, first_column, total,
-            num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums,
-            True, _TILE_M, _TILE_K, MAX_PARTIALS, num_warps=_NUM_WARPS,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        launch = _launch(
+            (T, batch, *grad.stride()[:3], width, group_width, first_column, total),
+            (num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), column_sums, True),
+        )
+        launch(grad, payload, payload_t, used, partials, used if amax_out is None else amax_out, sums)
         first_column += width
     return payload, payload_t, sum_of_programs(sums)[0], taken
 

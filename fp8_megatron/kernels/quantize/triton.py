@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dtypes import CLAMPED_ABOVE, E4M3, E5M2, MAX_FINITE
-from ..launch import MOST_SHAPES, Launcher, PreparedLaunch
+from ..launch import MOST_SHAPES, PreparedLaunch
 from ..shapes import cdiv, empty, empty_vector
 
 # Programs of the amax pass. They are few enough that each program of the cast can reduce all of their results again
@@ -93,7 +93,6 @@ def encode(x, inverse, FP_MAX: tl.constexpr, dtype: tl.constexpr):
         return tl.clamp(scaled, -FP_MAX, FP_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
-@Launcher
 @triton.jit
 def _partial_amax(x, partials, n, TILE: tl.constexpr, EVEN: tl.constexpr):
     part = tl.program_id(0)
@@ -114,9 +113,8 @@ def _reduce_partials(partials, num_partials, MAX_PARTIALS: tl.constexpr):
     return tl.max(tl.load(partials + offsets, mask=offsets < num_partials, other=0), axis=0)
 
 
-@Launcher
 @triton.jit
-def _finish_amax(partials, num_partials, out, MAX_PARTIALS: tl.constexpr):
+def _finish_amax(partials, out, num_partials, MAX_PARTIALS: tl.constexpr):
     tl.store(out, _reduce_partials(partials, num_partials, MAX_PARTIALS).to(tl.float32, bitcast=True))
 
 
@@ -184,7 +182,6 @@ def add_cast(record, rows, columns):
     tl.atomic_add(record + 2, (tl.cast(rows, tl.int64) * columns).to(tl.float32), sem="relaxed")
 
 
-@Launcher
 @triton.jit
 def _quantize_flat(
     x,
@@ -272,7 +269,6 @@ def store_transposed(
     tl.store(corner + rows * (M // 4) + columns, words, mask=mask)
 
 
-@Launcher
 @triton.jit
 def _quantize_tiles(
     x,
@@ -340,7 +336,6 @@ def _quantize_tiles(
                 add_cast(amax_out, M, K)
 
 
-@Launcher
 @triton.jit
 def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     tiles_k = tl.cdiv(K, TILE_K)
@@ -384,8 +379,8 @@ def partial_amaxes(x: Tensor, *, most: int = MAX_PARTIALS) -> tuple[Tensor, int]
 @lru_cache(maxsize=MOST_SHAPES)
 def _partial_amax_launch(n: int, most: int) -> tuple[int, PreparedLaunch]:
     num_partials = min(cdiv(n, _AMAX_TILE), most)
-    return num_partials, _partial_amax.prepared(
-        (num_partials,), n, _AMAX_TILE, n % _AMAX_TILE == 0, num_warps=_NUM_WARPS, enable_fp_fusion=True
+    return num_partials, PreparedLaunch(
+        _partial_amax, (num_partials,), n, _AMAX_TILE, n % _AMAX_TILE == 0, num_warps=_NUM_WARPS, enable_fp_fusion=True
     )
 
 
@@ -394,7 +389,6 @@ def amax(x: Tensor) -> Tensor:
     return partials_to_amax(*partial_amaxes(x.contiguous()))
 
 
-@Launcher
 @triton.jit
 def _sum_rows(partials, out, R, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """The sums of BLOCK columns of one FP32 [R, C], over CHUNK rows at once."""
@@ -429,7 +423,9 @@ def sum_of_blocks(partials: Tensor) -> Tensor:
 @lru_cache(maxsize=MOST_SHAPES)
 def _sum_launch(N: int, R: int, C: int) -> PreparedLaunch:
     grid = (cdiv(C, SUM_COLUMNS), N)
-    return _sum_rows.prepared(grid, R, C, _SUM_ROWS_AT_ONCE, SUM_COLUMNS, num_warps=_NUM_WARPS, enable_fp_fusion=True)
+    return PreparedLaunch(
+        _sum_rows, grid, R, C, _SUM_ROWS_AT_ONCE, SUM_COLUMNS, num_warps=_NUM_WARPS, enable_fp_fusion=True
+    )
 
 
 def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
@@ -437,8 +433,13 @@ def partials_to_amax(partials: Tensor, num_partials: int) -> Tensor:
     if num_partials == 1:
         return partials.view(torch.float32)
     out = empty_vector(1, torch.float32, partials.device)
-    _finish_amax[(1,)](partials, num_partials, out, MAX_PARTIALS, enable_fp_fusion=True)
+    _finish_launch(num_partials)(partials, out)
     return out
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _finish_launch(num_partials: int) -> PreparedLaunch:
+    return PreparedLaunch(_finish_amax, (1,), num_partials, MAX_PARTIALS, enable_fp_fusion=True)
 
 
 def _cast_with_scale(
@@ -483,7 +484,8 @@ def _tiles_launch(
 ) -> PreparedLaunch:
     if M % 4:
         raise ValueError(f"a transposed FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
-    return _quantize_tiles.prepared(
+    return PreparedLaunch(
+        _quantize_tiles,
         (cdiv(M, TILE_M) * cdiv(K, TILE_K),),
         *(M, K, num_partials, fp_max, current, power_of_two, rowwise, num_recorded),
         *(TILE_M, TILE_K, MAX_PARTIALS),
@@ -496,7 +498,8 @@ def _tiles_launch(
 def _flat_launch(
     n: int, num_partials: int, fp_max: float, current: bool, power_of_two: bool, num_recorded: int
 ) -> PreparedLaunch:
-    return _quantize_flat.prepared(
+    return PreparedLaunch(
+        _quantize_flat,
         (cdiv(n, _CAST_TILE),),
         *(n, num_partials, fp_max, current, power_of_two, num_recorded),
         *(n % _CAST_TILE == 0, _CAST_TILE, MAX_PARTIALS),
@@ -550,4 +553,4 @@ def transpose(payload: Tensor) -> Tensor:
 @lru_cache(maxsize=MOST_SHAPES)
 def _transpose_launch(M: int, K: int) -> PreparedLaunch:
     grid = (cdiv(M, TILE_M) * cdiv(K, TILE_K),)
-    return _transpose_tiles.prepared(grid, M, K, TILE_M, TILE_K, num_warps=_NUM_WARPS, enable_fp_fusion=True)
+    return PreparedLaunch(_transpose_tiles, grid, M, K, TILE_M, TILE_K, num_warps=_NUM_WARPS, enable_fp_fusion=True)
