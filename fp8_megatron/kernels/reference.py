@@ -28,7 +28,7 @@ from .shapes import fp32
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
-@operator(gpu=".quantize.triton", fake=lambda a: fp32(a.x, 1))
+@operator(gpu=".quantize.triton", fake=lambda x: fp32(x, 1))
 def amax(x: Tensor) -> Tensor:
     """Largest magnitude of `x` (any shape) as FP32 of shape [1]; NaN where `x` holds a NaN."""
     low, high = torch.aminmax(x.detach().reshape(-1))

@@ -17,11 +17,10 @@ operator; no call falls back to another variant. `callable_of` makes what the re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, update_wrapper
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, NoReturn, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
@@ -46,14 +45,14 @@ class Operator:
         reference: its specification.
         gpu_module: the absolute name of the module with the GPU function of the same name; None if there is none.
         mutates: parameters, or fields of bundles, that are written.
-        fake: outputs from the bound arguments; None if the operator returns nothing.
-        check: what refuses wrong arguments; it names those that it reads.
+        fake: outputs from those arguments that it names; None if the operator returns nothing.
+        check: what refuses wrong arguments; it names those that it reads, too.
     """
 
     reference: Callable[..., Any]
     gpu_module: str | None
     mutates: tuple[str, ...]
-    fake: Callable[[SimpleNamespace], Any] | None
+    fake: Callable[..., Any] | None
     check: Callable[..., Any] | None = None
     annotations: dict[str, Any] = field(init=False)
 
@@ -116,7 +115,8 @@ class Operator:
         """The fake version."""
         if self.fake is None:
             return None
-        return self.fake(SimpleNamespace(**dict(zip(self.parameters, arguments, strict=True))))
+        given = dict(zip(self.parameters, arguments, strict=True))
+        return self.fake(**{name: given[name] for name in _named(self.fake)})
 
     def gpu_variant(self) -> Callable[..., Any]:
         """Import it.
@@ -148,7 +148,7 @@ _operators: dict[str, Operator] = {}
 def operator(
     *,
     gpu: str | None,
-    fake: Callable[[SimpleNamespace], Any] | None = None,
+    fake: Callable[..., Any] | None = None,
     mutates: Sequence[str] = (),
     check: Callable[..., Any] | None = None,
 ) -> Callable[[_Function], _Function]:
@@ -159,10 +159,10 @@ def operator(
 
     Args:
         gpu: the module of the GPU variant, relative to the specification's (".triton"); None if there is none.
-        fake: outputs of the right shapes, dtypes and device, from a namespace of the specification's arguments; None
-            if it returns nothing.
+        fake: outputs of the right shapes, dtypes and device, from those of the specification's arguments that it has a
+            parameter for; None if it returns nothing.
         mutates: parameters, or fields of bundles, whose tensors are written in place.
-        check: called before every call of `callable_of`, with those of its arguments that it has a parameter for.
+        check: called before every call of `callable_of`, with the arguments that it has a parameter for.
     """
 
     def declare(reference: _Function) -> _Function:
@@ -235,7 +235,7 @@ def _source(declared: Operator) -> str:
     first_kind = next(kind for name, kind in declared.parameters.items() for _, kind in _leaves(kind, (name,)))
     return _SOURCE.format(
         parameters=str(signature.replace(parameters=parameters, return_annotation=_EMPTY))[1:-1],
-        check=f"check({', '.join(inspect.signature(declared.check).parameters)})" if declared.check else "",
+        check=f"check({', '.join(_named(declared.check))})" if declared.check else "",
         first=leaves[0] if first_kind is Tensor else f"{leaves[0]}[0]",
         operands=", ".join(declared.parameters),
         leaves=", ".join(leaves),
@@ -257,6 +257,11 @@ def _on_first_call(declared: Operator) -> Callable[..., Any]:
 def _absolute(module: str, package: str) -> str:
     """``.triton`` in a family's package → its full name."""
     return module if not module.startswith(".") else package + module
+
+
+def _named(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Its parameters."""
+    return tuple(inspect.signature(function).parameters)
 
 
 def _is_bundle(kind: Any) -> bool:
@@ -293,14 +298,6 @@ def _take(kind: Any, operands: Iterator[Any]) -> Any:
     if not _is_bundle(kind):
         return next(operands)
     return kind(*(_take(field_kind, operands) for _, field_kind in _fields(kind)))
-
-
-def flat(arguments: Iterable[Any]) -> Iterator[Any]:
-    for argument in arguments:
-        if isinstance(argument, tuple):
-            yield from flat(argument)
-        else:
-            yield argument
 
 
 def _first_tensor(operand: Any) -> Any:

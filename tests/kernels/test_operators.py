@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,12 +206,21 @@ def test_fake_version(name: str) -> None:
     operator = getattr(torch.ops.fp8_megatron, name).default
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for arguments in samples()[name]:
-        torch.library.opcheck(operator, tuple(registration.flat(arguments)), test_utils=checks)
+        torch.library.opcheck(operator, tuple(flat(arguments)), test_utils=checks)
 
 
 def call(name: str, arguments: tuple[Any, ...]) -> Any:
     """What callers inside the package call, with the arguments of `samples`."""
     return getattr(ops, name)(**dict(zip(OPERATORS[name].parameters, arguments, strict=True)))
+
+
+def flat(arguments: Iterable[Any]) -> Iterator[Any]:
+    """The operands that a bundle stands for, in order, in its place."""
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from flat(argument)
+        else:
+            yield argument
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -225,7 +234,7 @@ def test_writes_what_its_schema_says(name: str) -> None:
     schema = operator._schema.arguments
     written: set[str] = set()
     for arguments in samples()[name]:
-        operands = list(registration.flat(arguments))
+        operands = list(flat(arguments))
         tensors = [value if isinstance(value, list) else [value] for value in operands]
         before = [[_bytes(x) if isinstance(x, Tensor) else None for x in group] for group in tensors]
         outputs = operator(*operands)
@@ -341,7 +350,7 @@ def test_a_bundle_is_flattened_at_the_operators_boundary() -> None:
 
 
 def test_a_missing_variant_names_the_operator_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    registration.operator(gpu=None, fake=lambda a: torch.empty_like(a.x))(twice)
+    registration.operator(gpu=None, fake=lambda x: torch.empty_like(x))(twice)
     try:
         missing = registration.operators()["twice"]
         with pytest.raises(

@@ -65,13 +65,13 @@ def _value_and_derivatives(z: Tensor, kind: str) -> tuple[Tensor, tuple[Tensor, 
     return silu * up, (up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), silu)
 
 
-@operator(gpu=".triton", fake=lambda a: fp32(a.z, 1))
+@operator(gpu=".triton", fake=lambda z: fp32(z, 1))
 def activation_amax(z: Tensor, kind: str) -> Tensor:
     """Amax of the activation of `z`, FP32 [1], without writing it."""
     return amax(activation(z, kind))
 
 
-@operator(gpu=".triton", fake=lambda a: fp32(a.z, 1))
+@operator(gpu=".triton", fake=lambda z: fp32(z, 1))
 def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
     """Amax of the gradient of `z`, FP32 [1], without writing it; `grad` [T, F] is the activation's."""
     return amax(_grad_of_input(grad, z, kind))
@@ -88,9 +88,9 @@ def _check_activation(z: Tensor, kind: str, dtype: torch.dtype) -> None:
 
 @operator(
     gpu=".triton",
-    fake=lambda a: (
-        a.z.new_empty((len(a.z), a.z.shape[1] // INPUTS[a.kind]), dtype=a.dtype),
-        taken_scale(a.z, a.scale),
+    fake=lambda z, kind, dtype, scale: (
+        z.new_empty((len(z), z.shape[1] // INPUTS[kind]), dtype=dtype),
+        taken_scale(z, scale),
     ),
     mutates=["amax_out"],
     check=_check_activation,
@@ -122,11 +122,11 @@ def _check_grad(grad: Tensor, z: Tensor, kind: str) -> None:
 
 @operator(
     gpu=".triton",
-    fake=lambda a: (
-        *layouts(a.z, a.dtype),
-        layouts(a.grad, a.activation_dtype)[1],
-        fp32(a.z, a.z.shape[1] if a.column_sums else 0),
-        taken_scale(a.z, a.scale),
+    fake=lambda grad, z, dtype, scale, activation_dtype, column_sums: (
+        *layouts(z, dtype),
+        layouts(grad, activation_dtype)[1],
+        fp32(z, z.shape[1] if column_sums else 0),
+        taken_scale(z, scale),
     ),
     mutates=["amax_out"],
     check=_check_grad,

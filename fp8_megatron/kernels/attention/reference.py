@@ -13,7 +13,6 @@ A group of query heads shares a head of key and value.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -75,8 +74,8 @@ def check_attention(inputs: AttentionInputs) -> None:
         raise ValueError(f"FP8 attention takes a head width that is a multiple of 16, not {d}")
 
 
-def _forward_outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    query = a.inputs.query
+def _forward_outputs(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    query = inputs.query
     s, b, heads, _ = query.shape
     return payload_like(query, query.shape, E4M3), fp32(query, b, heads, s)
 
@@ -106,8 +105,8 @@ def fp8_attention(inputs: AttentionInputs, inverse_out: Tensor, *, softmax_scale
     return encode(_to_tokens(out), inverse_out.reciprocal(), E4M3).contiguous(), log_sum_exp
 
 
-def _gradients(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (payload_like(x, x.shape, a.grad.dtype) for x in a.inputs[:3])
+def _gradients(inputs: AttentionInputs, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (payload_like(x, x.shape, grad.dtype) for x in inputs[:3])
     return query, key, value
 
 
@@ -197,8 +196,8 @@ def _to_tokens(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3)
 
 
-def _merged(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(a.outs[0], dtype=a.dtype), torch.empty_like(a.log_sum_exps[0])
+def _merged(outs: list[Tensor], log_sum_exps: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(outs[0], dtype=dtype), torch.empty_like(log_sum_exps[0])
 
 
 @operator(gpu=".partials_triton", fake=_merged)
@@ -229,7 +228,7 @@ def merge_attention(outs: list[Tensor], log_sum_exps: list[Tensor], *, dtype: to
     return out.to(dtype), total
 
 
-@operator(gpu=".partials_triton", fake=lambda a: torch.empty_like(a.parts[0], dtype=a.dtype))
+@operator(gpu=".partials_triton", fake=lambda parts, dtype: torch.empty_like(parts[0], dtype=dtype))
 def sum_partials(parts: list[Tensor], *, at_end: bool, dtype: torch.dtype) -> Tensor:
     """Σᵢ partsᵢ in FP32, in order, rounded once.
 

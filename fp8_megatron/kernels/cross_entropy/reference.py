@@ -38,7 +38,7 @@ def _check_labels(logits: Tensor, labels: Tensor) -> None:
     assert labels.shape == logits.shape[:1], (logits.shape, labels.shape)
 
 
-@operator(gpu=".triton", fake=lambda a: tuple(fp32(a.logits, len(a.logits)) for _ in range(3)), check=_check_labels)
+@operator(gpu=".triton", fake=lambda logits: tuple(fp32(logits, len(logits)) for _ in range(3)), check=_check_labels)
 def cross_entropy_statistics(
     logits: Tensor, labels: Tensor, *, first: int = 0, num_columns: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +82,7 @@ def _check_tokens(log_sum_exp: Tensor, target: Tensor, upstream: Tensor) -> None
 
 @operator(
     gpu=".triton",
-    fake=lambda a: (*(fp32(a.upstream, len(a.upstream)) for _ in range(2)), fp32(a.upstream, 1)),
+    fake=lambda upstream: (*(fp32(upstream, len(upstream)) for _ in range(2)), fp32(upstream, 1)),
     check=_check_tokens,
 )
 def token_scales(log_sum_exp: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,7 +112,7 @@ def _check_cast(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tenso
     assert grad.dtype == torch.float32 and dtype in FP8_DTYPES, (grad.dtype, dtype)
 
 
-@operator(gpu=".triton", fake=lambda a: layouts(a.logits, a.dtype), check=_check_cast)
+@operator(gpu=".triton", fake=lambda logits, dtype: layouts(logits, dtype), check=_check_cast)
 def cross_entropy_backward_quantize(
     logits: Tensor,
     labels: Tensor,

@@ -49,7 +49,9 @@ def _checked(name: str, a: Tensor, b: Tensor) -> tuple[int, int]:
 
 
 @operator(
-    gpu=".cuda", fake=lambda a: a.a.new_empty((a.a.shape[0], a.b.shape[0]), dtype=a.out_dtype), check=check_scaled_mm
+    gpu=".cuda",
+    fake=lambda a, b, out_dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+    check=check_scaled_mm,
 )
 def scaled_mm(
     a: Tensor,

@@ -7,8 +7,6 @@ The weight gradient quantises y again, with the scale of the forward.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,7 @@ def statistics(x: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
     return mean, 1.0 / torch.sqrt(centred.square().mean(dim=1) + eps)
 
 
-@operator(gpu=".triton", fake=lambda a: fp32(a.x, 1))
+@operator(gpu=".triton", fake=lambda x: fp32(x, 1))
 def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:
     """Amax of the normalised `x` [T, K], FP32 [1], without writing it."""
     mean, rstd = statistics(x, eps, rms)
@@ -53,11 +51,11 @@ def _check_norm_cast(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
 
 @operator(
     gpu=".triton",
-    fake=lambda a: (
-        payload_like(a.x, a.x.shape, a.dtype),
-        taken_scale(a.x, a.scale),
-        fp32(a.x, 0 if a.rms else len(a.x)),
-        fp32(a.x, len(a.x)),
+    fake=lambda x, dtype, rms, scale: (
+        payload_like(x, x.shape, dtype),
+        taken_scale(x, scale),
+        fp32(x, 0 if rms else len(x)),
+        fp32(x, len(x)),
     ),
     mutates=["amax_out"],
     check=_check_norm_cast,
@@ -90,7 +88,7 @@ def norm_quantize(
     return quantized, taken, mean, rstd
 
 
-@operator(gpu=".triton", fake=lambda a: layouts(a.x, a.dtype)[a.transposed])
+@operator(gpu=".triton", fake=lambda x, dtype, transposed: layouts(x, dtype)[transposed])
 def norm_requantize(
     x: Tensor,
     weight: Tensor,
@@ -111,7 +109,7 @@ def _check_rows(x: Tensor, rstd: Tensor, row_scales: Tensor) -> None:
     assert row_scales.shape == rstd.shape == x.shape[:1], (row_scales.shape, rstd.shape, x.shape)
 
 
-@operator(gpu=".triton", fake=lambda a: fp32(a.x, 1), check=_check_rows)
+@operator(gpu=".triton", fake=lambda x: fp32(x, 1), check=_check_rows)
 def norm_amax_scaled(
     x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, row_scales: Tensor
 ) -> Tensor:
@@ -120,7 +118,9 @@ def norm_amax_scaled(
 
 
 @operator(
-    gpu=".triton", fake=lambda a: (layouts(a.x, a.dtype)[a.transposed], taken_scale(a.x, a.scale)), check=_check_rows
+    gpu=".triton",
+    fake=lambda x, dtype, scale, transposed: (layouts(x, dtype)[transposed], taken_scale(x, scale)),
+    check=_check_rows,
 )
 def norm_quantize_scaled(
     x: Tensor,
@@ -154,10 +154,10 @@ def _scaled(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: 
     return values if bias is None else values + row_scales[:, None] * bias.float()
 
 
-def _gradients(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(x: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Of x, weight and bias, without values."""
-    columns = a.x.shape[1]
-    return a.x.new_empty(a.x.shape), fp32(a.x, columns), fp32(a.x, columns if a.has_bias else 0)
+    columns = x.shape[1]
+    return x.new_empty(x.shape), fp32(x, columns), fp32(x, columns if has_bias else 0)
 
 
 def _check_summands(grad: Tensor, x: Tensor) -> None:
@@ -193,7 +193,11 @@ def norm_backward(
 
 @operator(
     gpu=".cuda",
-    fake=lambda a: (*_gradients(a), *layouts(a.x, a.dtype, transposed=a.transposed), fp32(a.x, a.x.shape[1])),
+    fake=lambda x, dtype, has_bias, transposed: (
+        *_gradients(x, has_bias),
+        *layouts(x, dtype, transposed=transposed),
+        fp32(x, x.shape[1]),
+    ),
     mutates=["amax_out"],
     check=_check_summands,
 )

@@ -72,10 +72,10 @@ def _check_payload(payload: Tensor) -> None:
 
 @operator(
     gpu=".blocks_triton",
-    fake=lambda a: (
-        *_blocks(a.x, a.dtype, wanted=a.rowwise),
-        *_blocks(a.x.t(), a.dtype, wanted=a.transposed),
-        fp32(a.x, a.x.shape[1] if a.column_sums else 0),
+    fake=lambda x, dtype, rowwise, transposed, column_sums: (
+        *_blocks(x, dtype, wanted=rowwise),
+        *_blocks(x.t(), dtype, wanted=transposed),
+        fp32(x, x.shape[1] if column_sums else 0),
     ),
     check=_check_activation,
 )
@@ -119,7 +119,10 @@ def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Ten
 
 @operator(
     gpu=".blocks_triton",
-    fake=lambda a: (*_tiles(a.w, a.dtype, wanted=a.rowwise), *_tiles(a.w.t(), a.dtype, wanted=a.transposed)),
+    fake=lambda w, dtype, rowwise, transposed: (
+        *_tiles(w, dtype, wanted=rowwise),
+        *_tiles(w.t(), dtype, wanted=transposed),
+    ),
     check=_check_weight,
 )
 def quantize_tiles(
@@ -148,7 +151,7 @@ def _cast_tiles(w: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tens
     return payload.contiguous(), _padded(scales)
 
 
-@operator(gpu=".blocks_triton", fake=lambda a: _tiles(a.payload.t(), a.payload.dtype), check=_check_payload)
+@operator(gpu=".blocks_triton", fake=lambda payload: _tiles(payload.t(), payload.dtype), check=_check_payload)
 def transpose_tiles(payload: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """A weight [N, K] of `quantize_tiles` and its scales → its transpose [K, N] and the transpose's scales, exactly.
 

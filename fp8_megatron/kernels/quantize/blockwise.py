@@ -29,7 +29,7 @@ def quantize_blockwise_(x: Tensor, payload: Tensor, scales: Tensor) -> None:
     store_state_(x, payload, scales)
 
 
-@operator(gpu=".blockwise_triton", fake=lambda a: fp32(a.payload, a.payload.numel()))
+@operator(gpu=".blockwise_triton", fake=lambda payload: fp32(payload, payload.numel()))
 def dequantize_blockwise(payload: Tensor, scales: Tensor) -> Tensor:
     """Flat payload [n] with FP32 `scales` [n / block] → FP32 [n]."""
     return decode(payload.view(scales.numel(), -1), scales[:, None]).view(-1)
@@ -58,7 +58,7 @@ def store_state_(value: Tensor, payload: Tensor, scales: Tensor | None, noise: T
     payload.copy_(encode(blocks, scale[:, None], payload.dtype, noise).view(-1))
 
 
-@operator(gpu=".blockwise_triton", fake=lambda a: fp32(a.payload, 1))
+@operator(gpu=".blockwise_triton", fake=lambda payload: fp32(payload, 1))
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     """Σ x² of flat `payload` [n] (with its block scales, if any), FP32 [1]; NaN or inf where any element is."""
     # Not torch.dot: some processors' BLAS adds sequentially, with an error that grows with n.
@@ -72,7 +72,9 @@ def _check_weight(weight: Tensor, scales: Tensor) -> None:
 
 @operator(
     gpu=".blockwise_triton",
-    fake=lambda a: payload_like(a.weight, a.weight.shape[::-1] if a.transposed else a.weight.shape, a.dtype),
+    fake=lambda weight, dtype, transposed: payload_like(
+        weight, weight.shape[::-1] if transposed else weight.shape, dtype
+    ),
     check=_check_weight,
 )
 def quantize_weight(weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:

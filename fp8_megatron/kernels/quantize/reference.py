@@ -7,7 +7,6 @@ layout). Attention returns the three gradients separately; `quantize_qkv_grad` c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def check_matrix(x: Tensor, dtype: torch.dtype) -> None:
 
 @operator(
     gpu=".triton",
-    fake=lambda a: (*layouts(a.x, a.dtype, rowwise=a.rowwise, transposed=a.transposed), fp32(a.x, 1)),
+    fake=lambda x, dtype, rowwise, transposed: (*layouts(x, dtype, rowwise=rowwise, transposed=transposed), fp32(x, 1)),
     check=check_matrix,
 )
 def quantize_current(
@@ -59,7 +58,7 @@ def quantize_current(
 
 @operator(
     gpu=".triton",
-    fake=lambda a: layouts(a.x, a.dtype, rowwise=a.rowwise, transposed=a.transposed),
+    fake=lambda x, dtype, rowwise, transposed: layouts(x, dtype, rowwise=rowwise, transposed=transposed),
     mutates=["amax_out"],
     check=check_matrix,
 )
@@ -89,10 +88,10 @@ def quantize_with_scale(
 
 @operator(
     gpu=".grad_output_triton",
-    fake=lambda a: (
-        *layouts(a.x, a.dtype, transposed=a.transposed),
-        fp32(a.x, a.x.shape[1]),
-        taken_scale(a.x, a.scale),
+    fake=lambda x, dtype, scale, transposed: (
+        *layouts(x, dtype, transposed=transposed),
+        fp32(x, x.shape[1]),
+        taken_scale(x, scale),
     ),
     mutates=["amax_out"],
     check=check_matrix,
@@ -126,7 +125,7 @@ def _check_payload(payload: Tensor) -> None:
     assert payload.ndim == 2 and payload.dtype in FP8_DTYPES, (payload.shape, payload.dtype)
 
 
-@operator(gpu=".triton", fake=lambda a: layouts(a.payload, a.payload.dtype)[1], check=_check_payload)
+@operator(gpu=".triton", fake=lambda payload: layouts(payload, payload.dtype)[1], check=_check_payload)
 def transpose(payload: Tensor) -> Tensor:
     """[M, K] FP8 bytes → contiguous [K, M]."""
     return payload.t().contiguous()
@@ -150,12 +149,14 @@ def interleaved(grads: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(grads), dim=3).reshape(seq * batch, -1)
 
 
-def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query = a.grads[0]
+def _outputs(
+    grads: list[Tensor], dtype: torch.dtype, scale: Tensor | None, column_sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query = grads[0]
     seq, batch, groups, _ = query.shape
-    tokens, columns = seq * batch, groups * sum(grad.shape[3] for grad in a.grads)
-    sums = fp32(query, columns if a.column_sums else 0)
-    return *layouts(query.new_empty((tokens, columns)), a.dtype), sums, taken_scale(query, a.scale)
+    tokens, columns = seq * batch, groups * sum(grad.shape[3] for grad in grads)
+    sums = fp32(query, columns if column_sums else 0)
+    return *layouts(query.new_empty((tokens, columns)), dtype), sums, taken_scale(query, scale)
 
 
 def _check_grads(grads: list[Tensor]) -> None:

@@ -9,7 +9,6 @@ All arithmetic is FP32. Products and sums are rounded separately, and the result
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -99,10 +98,11 @@ def rotate_qk_(y: Tensor, rotation: Rotation, *, heads_per_group: int) -> None:
     query_key.copy_(rotated(query_key, rotation))
 
 
-def _split_outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, columns = a.y.shape
-    width = columns // (a.heads_per_group + 2)
-    return a.y.new_empty((tokens, a.heads_per_group * width)), *(a.y.new_empty((tokens, width)) for _ in range(2))
+def _split_outputs(y: Tensor, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, columns = y.shape
+    width = columns // (heads_per_group + 2)
+    query, key, value = (y.new_empty((tokens, own * width)) for own in (heads_per_group, 1, 1))
+    return query, key, value
 
 
 @operator(gpu=".triton", fake=_split_outputs, check=check_projection)
@@ -127,9 +127,9 @@ def split_rotated_qkv(y: Tensor, rotation: Rotation, *, heads_per_group: int) ->
     return query, key, value
 
 
-def _joined_outputs(a: SimpleNamespace) -> Tensor:
-    query = a.grads[0]
-    columns = query.shape[2] * sum(grad.shape[3] for grad in a.grads)
+def _joined_outputs(grads: list[Tensor]) -> Tensor:
+    query = grads[0]
+    columns = query.shape[2] * sum(grad.shape[3] for grad in grads)
     return query.new_empty((query.shape[0] * query.shape[1], columns))
 
 
@@ -154,16 +154,18 @@ def _unrotated(grads: list[Tensor], rotation: Rotation, grad_scales: Sequence[Te
     return joined([rotated(query, rotation, inverse=True), rotated(key, rotation, inverse=True), value.float()])
 
 
-@operator(gpu=".grad_triton", fake=lambda a: fp32(a.grads[0], 1), check=check_rotated)
+@operator(gpu=".grad_triton", fake=lambda grads: fp32(grads[0], 1), check=check_rotated)
 def rotated_qkv_grad_amax(grads: list[Tensor], rotation: Rotation) -> Tensor:
     """Amax of what `quantize_rotated_qkv_grad` casts, FP32 [1], without writing it."""
     return amax(_unrotated(grads, rotation, []))
 
 
-def _cast_outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    whole = _joined_outputs(a)
-    sums = fp32(whole, whole.shape[1] if a.column_sums else 0)
-    return *layouts(whole, a.dtype), sums, taken_scale(whole, a.scale)
+def _cast_outputs(
+    grads: list[Tensor], dtype: torch.dtype, scale: Tensor | None, column_sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    whole = _joined_outputs(grads)
+    sums = fp32(whole, whole.shape[1] if column_sums else 0)
+    return *layouts(whole, dtype), sums, taken_scale(whole, scale)
 
 
 def _check_rotated_cast(
@@ -225,10 +227,10 @@ class QKVCasts(NamedTuple):
     value: KnownCast
 
 
-def _payloads(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, columns = a.y.shape
-    width = columns // (a.heads_per_group + 2)
-    query, key, value = (payload_like(a.y, (tokens, own * width), E4M3) for own in (a.heads_per_group, 1, 1))
+def _payloads(y: Tensor, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, columns = y.shape
+    width = columns // (heads_per_group + 2)
+    query, key, value = (payload_like(y, (tokens, own * width), E4M3) for own in (heads_per_group, 1, 1))
     return query, key, value
 
 
@@ -305,9 +307,9 @@ def _parts(y: Tensor, rotation: Rotation, heads_per_group: int) -> list[Tensor]:
     return list(grouped.split([heads_per_group * head_dim, head_dim, head_dim], dim=3))
 
 
-def _query_and_key(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    width = a.y.shape[1] // (a.heads_per_group + 2)
-    return a.y.new_empty((len(a.y), a.heads_per_group * width)), a.y.new_empty((len(a.y), width))
+def _query_and_key(y: Tensor, heads_per_group: int) -> tuple[Tensor, Tensor]:
+    width = y.shape[1] // (heads_per_group + 2)
+    return y.new_empty((len(y), heads_per_group * width)), y.new_empty((len(y), width))
 
 
 @operator(gpu=".normed_triton", fake=_query_and_key, check=check_projection)
@@ -333,9 +335,9 @@ def norm_rotate_qk(y: Tensor, rotation: Rotation, norm: QKNorm, *, heads_per_gro
     return normed(query, norm.query_weight, norm.query_bias), normed(key, norm.key_weight, norm.key_bias)
 
 
-def _gradients(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
-    has_bias = a.norm.query_bias is not None
-    return a.y.new_empty(a.y.shape), fp32(a.y, 2, a.rotation.head_dim), fp32(a.y, 2 * has_bias, a.rotation.head_dim)
+def _gradients(y: Tensor, rotation: Rotation, norm: QKNorm) -> tuple[Tensor, Tensor, Tensor]:
+    has_bias = norm.query_bias is not None
+    return y.new_empty(y.shape), fp32(y, 2, rotation.head_dim), fp32(y, 2 * has_bias, rotation.head_dim)
 
 
 @operator(gpu=".normed_triton", fake=_gradients, check=check_rotated)

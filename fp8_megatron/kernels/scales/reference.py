@@ -47,7 +47,7 @@ def _check_records(
 
 @operator(
     gpu=".triton",
-    fake=lambda a: (fp32(a.record, len(a.record)), fp32(a.record, REPORT_HEAD + REPORT_SUMS * a.num_roles)),
+    fake=lambda record, num_roles: (fp32(record, len(record)), fp32(record, REPORT_HEAD + REPORT_SUMS * num_roles)),
     mutates=["square_sum", "streak"],
     check=_check_records,
 )
@@ -116,7 +116,7 @@ def _check_history(
 
 @operator(
     gpu=".triton",
-    fake=lambda a: (torch.empty_like(a.previous), torch.empty_like(a.previous)),
+    fake=lambda previous: (torch.empty_like(previous), torch.empty_like(previous)),
     mutates=["record", "written", "history"],
     check=_check_history,
 )
