@@ -4,6 +4,8 @@ An operator takes what its specification in plain PyTorch takes. The specificati
 numerics, and says what is checked.
 """
 
+# ruff: noqa: F401 (imported for those who import this module)
+
 from __future__ import annotations
 
 import torch
@@ -14,55 +16,31 @@ from . import reference as _shared
 from .activation import reference as _activation
 from .adamw import reference as _adamw
 from .adamw import split_master as _split_master
-from .adamw.reference import AdamHyper as AdamHyper
-from .adamw.reference import AdamState as AdamState
-from .adamw.reference import FlatState as FlatState
-from .adamw.reference import SplitAdamState as SplitAdamState
-from .adamw.split_master import join_master as join_master
-from .adamw.split_master import next_weight_scales as next_weight_scales
-from .adamw.split_master import split_master as split_master
+from .adamw.reference import AdamHyper, AdamState, FlatState, SplitAdamState
+from .adamw.split_master import join_master, next_weight_scales, split_master
 from .attention import reference as _attention
-from .attention.blocks import BlockKernel as BlockKernel
-from .attention.blocks import attention_block as attention_block
-from .attention.blocks import attention_block_backward as attention_block_backward
-from .attention.reference import AttentionGradCasts as AttentionGradCasts
-from .attention.reference import AttentionInputs as AttentionInputs
-from .attention.reference import WrittenCast as WrittenCast
+from .attention.blocks import BlockKernel, attention_block, attention_block_backward
+from .attention.reference import AttentionGradCasts, AttentionInputs, WrittenCast
 from .cross_entropy import reference as _cross_entropy
-from .cross_entropy.reference import KEPT as KEPT
-from .cross_entropy.reference import PAYLOAD_SCALE as PAYLOAD_SCALE
+from .cross_entropy.reference import KEPT, PAYLOAD_SCALE
 from .gemm import reference as _gemm
 from .health import reference as _health
-from .health.reference import LOWEST_EXPONENT as LOWEST_EXPONENT
-from .health.reference import NUM_MAXIMA as NUM_MAXIMA
-from .health.reference import NUM_STATISTICS as NUM_STATISTICS
-from .health.reference import Statistic as Statistic
+from .health.reference import LOWEST_EXPONENT, NUM_MAXIMA, NUM_STATISTICS, Statistic
 from .norm import reference as _norm
 from .quantize import blocks as _blocks
 from .quantize import blockwise as _blockwise
 from .quantize import reference as _quantize
-from .quantize.blocks import dequantize_blocks as dequantize_blocks
-from .quantize.blockwise import load_state as load_state
-from .reference import decode as decode
-from .reference import encode as encode
-from .reference import round_up_to_power_of_two as round_up_to_power_of_two
-from .reference import scale_from_amax as scale_from_amax
+from .quantize.blocks import dequantize_blocks
+from .quantize.blockwise import load_state
+from .reference import decode, encode, round_up_to_power_of_two, scale_from_amax
 from .registration import callable_of
 from .rope import reference as _rope
-from .rope.reference import KnownCast as KnownCast
-from .rope.reference import QKNorm as QKNorm
-from .rope.reference import QKVCasts as QKVCasts
-from .rope.reference import Rotation as Rotation
-from .rounding import Places as Places
-from .rounding import seed_of as seed_of
+from .rope.reference import KnownCast, QKNorm, QKVCasts, Rotation
+from .rounding import Places, seed_of
 from .scales import reference as _scales
-from .scales.reference import RECORD_SIZE as RECORD_SIZE
-from .scales.reference import REPORT_HEAD as REPORT_HEAD
-from .scales.reference import REPORT_SUMS as REPORT_SUMS
-from .scales.reference import SAMPLE_EVERY as SAMPLE_EVERY
-from .scales.reference import SAMPLED_FROM as SAMPLED_FROM
+from .scales.reference import RECORD_SIZE, REPORT_HEAD, REPORT_SUMS, SAMPLE_EVERY, SAMPLED_FROM
 from .wire import reference as _wire
-from .wire.reference import sum_of_rows as sum_of_rows
+from .wire.reference import sum_of_rows
 
 amax = callable_of(_shared.amax)
 
