@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from ..config.io import load_config
+from ..config.io import load_config, stated_settings
 from ..config.schema import Config, ModelConfig
 from .description import check_rank_tensors, read_description
 from .encoding import Encoded
@@ -44,7 +44,8 @@ class Elements:
 def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = False) -> str | None:
     """The error's line for the first saved setting that makes the same weights compute something else.
 
-    A setting that cannot be read counts as equal. Fine-tuning may use another rotary base, for a longer context.
+    A setting that cannot be read, for instance in an earlier version's file, counts as equal. Fine-tuning may use
+    another rotary base, for a longer context.
     """
     saved = saved_model_settings(folder)
     found = differing_size(saved, model) or first_difference(saved, model, finetune=finetune)
@@ -53,7 +54,8 @@ def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = Fals
 
 def saved_model_settings(folder: Path) -> dict[str, Any]:
     """The settings of the model in a checkpoint's ``config.yaml``, without those that cannot be read."""
-    return model_settings(saved_settings(folder, "model"))
+    found = model_settings(saved_settings(folder, "model"))
+    return {**found, "use_te_activation_func": True} if _has_one_gelu(found) else found
 
 
 def saved_config(folder: Path) -> Config:
@@ -62,7 +64,15 @@ def saved_config(folder: Path) -> Config:
     Raises:
         ConfigError: ``config.yaml`` cannot be read.
     """
-    return load_config(folder / CONFIG)
+    config = load_config(folder / CONFIG)
+    if config.model.activation != "gelu_erf" or not _has_one_gelu(stated_settings(folder / CONFIG)):
+        return config
+    return replace(config, model=replace(config.model, use_te_activation_func=True))
+
+
+def _has_one_gelu(stated: Collection[str]) -> bool:
+    """Whether a version saved these settings that knew GELU's tanh form alone."""
+    return bool(stated) and "bias_gelu_fusion" not in stated
 
 
 def saved_settings(folder: Path, section: str) -> dict[str, Any]:

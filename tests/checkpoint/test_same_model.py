@@ -14,8 +14,11 @@ from fp8_megatron.checkpoint.same_model import (
     settings_of_arguments,
     unsupported_argument,
 )
+from fp8_megatron.checkpoint.saved_run import CONFIG, differing_setting, saved_config
+from fp8_megatron.config.io import config_text
 from fp8_megatron.config.megatron_flags import Kind, megatron_options
 from fp8_megatron.config.model import ModelConfig
+from fp8_megatron.config.schema import Config
 from fp8_megatron.config.words import decimal
 from fp8_megatron.models.decoder import computed_settings
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE
@@ -120,6 +123,23 @@ def test_differences(arguments: dict[str, object], model: ModelConfig, flag: str
         f"iter_0000003 was saved with {name}({found.saved}), --config has {name}({getattr(model, name)}), under which "
         "those weights compute something else; correct it"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "is_told"), [(WITHOUT_BIASES, True), (GPT3_STYLE, False), (replace(LLAMA_STYLE, swiglu=True), False)]
+)
+def test_a_checkpoint_of_a_version_with_one_gelu(model: ModelConfig, is_told: bool, tmp_path: Path) -> None:
+    """Its GELU was the tanh form, also without biases."""
+    (tmp_path / CONFIG).write_text(config_text(replace(Config(), model=model)))
+    assert saved_config(tmp_path).model == model and differing_setting(tmp_path, model) is None
+    lines = (tmp_path / CONFIG).read_text().splitlines()
+    kept = [line for line in lines if "bias_gelu_fusion" not in line and "use_te_activation_func" not in line]
+    assert len(lines) - len(kept) == 2
+    (tmp_path / CONFIG).write_text("\n".join(kept))
+    assert saved_config(tmp_path).model == replace(model, use_te_activation_func=is_told)
+    told = differing_setting(tmp_path, model)
+    assert (told is not None) == is_told and (told is None or "give --use-te-activation-func, as in" in told)
+    assert differing_setting(tmp_path, saved_config(tmp_path).model) is None
 
 
 def test_what_does_not_differ() -> None:
