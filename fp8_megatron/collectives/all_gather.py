@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from .traffic import count_all_gather
 from .transport import copy_engine
 
 
@@ -53,8 +52,6 @@ def all_gather_each(pairs: Sequence[tuple[Tensor, Tensor]], group: Group) -> lis
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
         return [AllGatherWork(full, None) for full, _ in pairs]
-    for _, source in as_bytes:
-        count_all_gather(source.nbytes, group.size())
     memories = [copy_engine.memory_of(target, group) for target, _ in as_bytes]
     shared = [
         (memory, target, source)

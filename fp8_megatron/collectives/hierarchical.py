@@ -17,7 +17,6 @@ from torch import Tensor
 from ..device.group import Group
 from ..dtypes import StorageDtype
 from .reduce_scatter import ReduceScatterWork, Work, check_buffers, reduce_scatter_mean, start_all_to_all
-from .traffic import TrafficKind
 from .transport.stream_ops import side_stream
 from .wire import WireTensor, accumulate_rows_
 
@@ -174,7 +173,7 @@ class _Stages:
         works = []
         for node in range(self._num_nodes if self._ranks_per_node > 1 else 0):
             sent, received = self._of_node(self.sent, node), self._of_node(self.received, node)
-            works += start_all_to_all(sent, received, self.groups.intra, TrafficKind.REDUCE_SCATTER_INTRA)
+            works += start_all_to_all(sent, received, self.groups.intra)
         return works
 
     def start_inter(self, first: list[Work]) -> list[Work]:
@@ -187,7 +186,7 @@ class _Stages:
             accumulate_rows_(self._of_node(self._rows, node), self._ranks_per_node, total, factor=1.0, add=False)
             partial.slice(node * self.shard, (node + 1) * self.shard).store_(total)
         incoming = self._second_stage(self._rows)
-        return start_all_to_all(partial, incoming, self.groups.inter, TrafficKind.REDUCE_SCATTER_INTER)
+        return start_all_to_all(partial, incoming, self.groups.inter)
 
     def finish(self, accumulator: Tensor, add: bool) -> None:
         """Sum the nodes."""

@@ -14,13 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device.group import Group
+from ..device.group import Group, max_over_group_
 from ..dtypes import E4M3, GRAD_BLOCK, MAX_FINITE, StorageDtype
 from ..kernels import ops
 from .autoscale import AutoScale
 from .reduce_scatter import ReduceScatterWork, check_buffers
-from .scale_sync import max_over_group_
-from .traffic import TrafficKind, count_all_to_all
 from .transport.stream_ops import side_stream
 from .wire import WireTensor
 
@@ -70,7 +68,6 @@ def native_reduce_scatter_mean(
         autoscale.update(shared)
         autoscale.requantize_(sent.payload, sent.scales, codes)
         if num_ranks > 1:
-            count_all_to_all(TrafficKind.REDUCE_SCATTER, codes.nbytes, num_ranks)
             works.append(_start_sum(codes, arrived, shard, group))
 
     def finish(accumulator: Tensor, add: bool) -> None:

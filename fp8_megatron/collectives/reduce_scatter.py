@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..dtypes import GRAD_BLOCK
-from .traffic import TrafficKind, count_all_to_all
 from .transport import copy_engine
 from .wire import OwnRow, WireTensor, accumulate_rows_
 
@@ -62,7 +61,6 @@ def start_all_to_all(
     sent: WireTensor,
     received: WireTensor,
     group: Group,
-    kind: TrafficKind = TrafficKind.REDUCE_SCATTER,
     *,
     copies_own: bool = True,
 ) -> list[Work]:
@@ -75,8 +73,6 @@ def start_all_to_all(
         copies_own: False leaves this rank's own row of `received` undefined.
     """
     pairs = list(zip(sent.byte_views(), received.byte_views(), strict=True))
-    for source, _ in pairs:
-        count_all_to_all(kind, source.nbytes, group.size())
     memory = copy_engine.memory_of(sent.payload, group)
     if memory is not None:
         return [copy_engine.start_all_to_all(memory, pairs, copies_own=copies_own)]

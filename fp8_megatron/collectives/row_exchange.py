@@ -25,7 +25,6 @@ from ..device.group import Group
 from ..graphs import exchanges
 from ..kernels import ops
 from .all_gather import all_gather_into
-from .traffic import count_all_gather
 from .transport import copy_engine
 from .transport.peer_link import Link, PeerLink
 from .transport.stream_ops import StreamBarrier
@@ -110,7 +109,6 @@ def gather_rows(shard: Tensor, group: Group) -> Rows:
     """
     exchange = _exchanges.get(group.group_name)
     if exchange is not None:
-        count_all_gather(shard.nbytes, group.size())
         return exchange.gather(shard)
     whole = shard.new_empty((shard.shape[0] * group.size(), *shard.shape[1:]))
     work = all_gather_into(whole, shard, group)

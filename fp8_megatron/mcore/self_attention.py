@@ -16,8 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..collectives.scale_sync import max_over_group_
-from ..device.group import Group
+from ..device.group import Group, max_over_group_
 from ..kernels.ops import QKNorm, Rotation
 from ..nn.attention import AttentionParams, fp8_norm_attention
 from ..nn.links import LayerLinks

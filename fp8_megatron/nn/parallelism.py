@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.row_exchange import RowSum, sum_rows
-from ..collectives.scale_sync import max_over_group_
-from ..device.group import Group
+from ..device.group import Group, max_over_group_
 from ..formats.format import Format, Quantized
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import AmaxSync, Quantizer

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.scale_sync import max_over_group_
+from ..device.group import max_over_group_
 from ..device.memory import cpu_copy
 from ..dtypes import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops

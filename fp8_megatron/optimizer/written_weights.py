@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..collectives.scale_sync import max_over_group_
+from ..device.group import max_over_group_
 from ..dtypes import E4M3, STATE_BLOCK
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor

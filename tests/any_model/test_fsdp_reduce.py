@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from fp8_megatron.any_model.fsdp_reduce import FP8ReduceScatter, Run, reduce_in_fp8, reduce_in_own_dtype
-from fp8_megatron.collectives.traffic import counted_traffic
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.stats import snr_db
 from tests.any_model.test_fsdp_optimizer import build, cpu_mesh, train_step
 from tests.harness.ranks import RankPool, on_default_group
+from tests.harness.traffic import counted_traffic
 
 Group = torch.distributed.ProcessGroup
 #: A rank's part: FP8 weights that end inside a block, a norm, more FP8 weights, a bias.
@@ -33,7 +33,7 @@ def reduced(group: Group, dtype: torch.dtype, is_sum: bool) -> tuple[Tensor, int
     output = torch.empty(866, dtype=dtype)
     with counted_traffic() as traffic:
         FP8ReduceScatter(RUNS)(output, gradients(group.rank(), group.size(), dtype), group, SUM if is_sum else MEAN)
-    return output, traffic.total_bytes
+    return output, traffic.total()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
@@ -63,7 +63,7 @@ def sent_by_a_backward(group: Group) -> list[int]:
         choose(layer)
         with counted_traffic() as traffic:
             layer(torch.randn(32, 64).bfloat16()).backward(torch.randn(32, 128).bfloat16())
-        sent.append(traffic.sent_bytes["reduce_scatter"])
+        sent.append(traffic["reduce_scatter"])
         assert layer.weight.grad.to_local().dtype == torch.bfloat16
     return sent
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.collectives.all_gather import all_gather_into
-from fp8_megatron.collectives.scale_sync import max_over_group_
+from fp8_megatron.device.group import max_over_group_
 from fp8_megatron.dtypes import E4M3
 from tests.harness.ranks import RankPool, on_default_group
 

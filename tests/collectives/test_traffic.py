@@ -1,4 +1,4 @@
-"""Bytes are counted at the collectives: exactly what a rank sends to others, from any thread, and only when asked."""
+"""What a rank sends to others, to the byte."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fp8_megatron.collectives.all_gather import all_gather_into
 from fp8_megatron.collectives.autoscale import AutoScale
 from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
-from fp8_megatron.collectives.scale_sync import max_over_group_
-from fp8_megatron.collectives.traffic import counted_traffic
 from fp8_megatron.collectives.wire import WireTensor
+from fp8_megatron.device.group import max_over_group_
 from fp8_megatron.dtypes import E4M3, GRAD_BLOCK, GradReduceMode, StorageDtype
 from tests.harness.ranks import RankPool, on_default_group
+from tests.harness.traffic import counted_traffic
 
 CPU = torch.device("cpu")
 NUMEL = 64 * GRAD_BLOCK
@@ -29,8 +29,7 @@ def _count_reduction(
     autoscale = AutoScale(5, torch.arange(64) // 13, CPU)
     with counted_traffic() as traffic:
         reducer.start(sent, received, autoscale).wait()
-    reducer.start(sent, received, autoscale).wait()  # nobody counts this one
-    return dict(traffic.sent_bytes)
+    return dict(traffic)
 
 
 @pytest.mark.parametrize(
@@ -43,15 +42,15 @@ def _count_reduction(
         (
             GradReduceMode.HIERARCHICAL,
             FP8,
-            {"reduce_scatter_intra": (NUMEL + NUMEL // 32) // 2, "reduce_scatter_inter": (NUMEL + NUMEL // 32) // 4},
+            {"reduce_scatter": (NUMEL + NUMEL // 32) // 2 + (NUMEL + NUMEL // 32) // 4},
         ),
         (
             GradReduceMode.HIERARCHICAL,
             BF16,
-            {"reduce_scatter_intra": NUMEL, "reduce_scatter_inter": (NUMEL + NUMEL // 32) // 4},
+            {"reduce_scatter": NUMEL + (NUMEL + NUMEL // 32) // 4},
         ),
         # No scales beside the payload, but amax and saturation of five tensors over an all-reduce.
-        (GradReduceMode.NCCL, FP8, {"reduce_scatter": NUMEL * 3 // 4, "scale_sync": 2 * 5 * 8 * 3 // 4}),
+        (GradReduceMode.NCCL, FP8, {"reduce_scatter": NUMEL * 3 // 4, "all_reduce": 2 * 5 * 8 * 3 // 4}),
     ],
 )
 def test_reductions(ranks: RankPool, mode: GradReduceMode, dtype: StorageDtype, expected: dict[str, int]) -> None:
@@ -68,7 +67,7 @@ def _count_a_step(group: torch.distributed.ProcessGroup) -> tuple[dict[str, int]
         GradReducer(GradReduceMode.ALL_TO_ALL, group).start(sent, received).wait()
         all_gather_into(weights, shard, group).wait()
         max_over_group_(torch.ones(1), group)
-    return dict(traffic.sent_bytes), traffic.total_bytes
+    return dict(traffic), traffic.total()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -79,5 +78,5 @@ def test_a_step_sends_two_bytes_a_parameter(ranks: RankPool, world: int) -> None
             assert sent_bytes == {
                 "reduce_scatter": (NUMEL + NUMEL // 32) * (world - 1) // world,
                 "all_gather": NUMEL // world * (world - 1),
-                "scale_sync": 8 * (world - 1) // world,
+                "all_reduce": 8 * (world - 1) // world,
             }

@@ -16,7 +16,6 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from fp8_megatron.collectives.traffic import TrafficKind, counted_traffic
 from fp8_megatron.config.schema import ParallelConfig
 from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.mcore.runtime import runtime
@@ -27,6 +26,7 @@ from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
 from tests.harness.ranks import RankPool
+from tests.harness.traffic import counted_traffic
 from tests.mcore.parallel_layer import layer_config
 
 SEQ, BATCH, IN, OUT = 16, 4, 128, 64
@@ -104,7 +104,7 @@ def _run_layer(
         assert bias is None
         with counted_traffic() as traffic:
             y.backward(mine(p["cotangent"], y_dim))
-        gathered_bytes = traffic.sent_bytes[TrafficKind.ALL_GATHER.value]
+        gathered_bytes = traffic["all_gather"]
         return {
             "gathered_bytes": torch.tensor(gathered_bytes),
             "y": y.detach(),

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.scale_sync import max_over_group_
 from fp8_megatron.data.document_bounds import SequencePart
-from fp8_megatron.device.group import Group
+from fp8_megatron.device.group import Group, max_over_group_
 from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.attention import AttentionParams, fp8_norm_attention

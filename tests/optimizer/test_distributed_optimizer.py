@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.traffic import counted_traffic
 from fp8_megatron.config.schema import PrecisionConfig
 from fp8_megatron.device.group import Group
 from fp8_megatron.dtypes import StorageDtype
@@ -28,6 +27,7 @@ from fp8_megatron.sharding.data_parallel import DataParallelModule, Exchange, fi
 from fp8_megatron.sharding.partition import Slot, StorageClass
 from fp8_megatron.sharding.replicas import Replicas, Sharing
 from tests.harness.ranks import RankPool, on_default_group
+from tests.harness.traffic import counted_traffic
 
 CPU = torch.device("cpu")
 #: The second linear weight ends inside a chunk; the matrix and the vector end inside a block.
@@ -225,7 +225,7 @@ def _gradient_and_weight_traffic(group: Group) -> tuple[dict[str, int], int]:
         model.wait_for_weights()
     (state,) = optimizer.states
     assert state.space.storage is StorageClass.LINEAR
-    return dict(traffic.sent_bytes), state.space.num_params
+    return dict(traffic), state.space.num_params
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.collectives.traffic import TrafficKind, counted_traffic
 from fp8_megatron.config.schema import Config, PrecisionConfig
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.planning.wire import predict_wire_bytes
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import VOCAB_SIZE, build_tiny_gpt, forward_backward, random_batches, tiny_config
+from tests.harness.traffic import counted_traffic
 
 PRECISIONS = {
     "O3": PrecisionConfig(),
@@ -34,7 +34,7 @@ def _sent(config: Config, num_micro_batches: int) -> dict[str, int]:
             gpt.optimizer.step()
             for chunk in gpt.model:
                 chunk.wait_for_weights()
-    return dict(traffic.sent_bytes)
+    return dict(traffic)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
@@ -47,5 +47,5 @@ def test_the_prediction_is_what_a_step_sends(ranks: RankPool, precision: str, nu
     config = Config(**{**vars(config), "training": type(config.training)(**{**vars(config.training), **training})})
     predicted = predict_wire_bytes(config, VOCAB_SIZE, world_size=world_size)
     for sent in ranks.run(_sent, config, num_micro_batches, num_ranks=world_size):
-        assert sent[TrafficKind.REDUCE_SCATTER.value] == pytest.approx(predicted.gradients, rel=0.02)
-        assert sent[TrafficKind.ALL_GATHER.value] == pytest.approx(predicted.weights, rel=0.02)
+        assert sent["reduce_scatter"] == pytest.approx(predicted.gradients, rel=0.02)
+        assert sent["all_gather"] == pytest.approx(predicted.weights, rel=0.02)
