@@ -26,8 +26,8 @@ from fp8_megatron.nn.linear import fp8_linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-from fp8_megatron.sharding.grad_buffer import LocalGradBuffer
 from fp8_megatron.sharding.partition import partition
+from fp8_megatron.sharding.whole_grads import WholeGradBuffer
 
 HISTORY_LENGTH = 16
 BF16, TE, TE_CACHED = "BF16", "Transformer Engine, delayed", "Transformer Engine, delayed, W cast once"
@@ -90,7 +90,7 @@ def fp8_step(
     value = 0.02 * torch.randn(shape.out_features, shape.in_features, device=device)
     weight = torch.nn.Parameter(ScaledTensor.quantize(value))
     (space,) = partition([("weight", weight)])
-    storage = LocalGradBuffer(space, StorageDtype.FP8)
+    storage = WholeGradBuffer(space, StorageDtype.FP8)
     storage.become_main_grad()
     assert isinstance(weight, ScaledTensor)
     x, bias, grad = _operands(shape, device)

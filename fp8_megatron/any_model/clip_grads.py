@@ -41,7 +41,7 @@ def clip_grad_norm_(parameters: torch.nn.Module | Tensor | Iterable[Tensor], max
     norm = torch.cat([square.to(params[0].device) for square in squares]).sum().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for space in whole:
-        space.scale_(factor)
+        space.buffer.scale_(factor)
     for own in single:
         own.scale_(factor)
     for own in (*single, *(grad for space in whole for grad in space.grads)):
@@ -56,9 +56,9 @@ def _squared_norms(spaces: Sequence[SpaceGrads]) -> list[Tensor]:
     shared: dict[Group, list[Tensor]] = {}
     squares = []
     for space in spaces:
-        group = space.space.replicas.group
-        square = space.partial_squared_norm()
-        if group is None or space.space.num_shards == 1:
+        group = space.buffer.space.replicas.group
+        square = space.buffer.squared_norm()
+        if group is None or space.buffer.space.num_shards == 1:
             squares.append(square)
         else:
             shared.setdefault(group, []).append(square)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -25,16 +25,16 @@ from torch import Tensor
 from ..device.group import Group
 from ..errors import UserError
 from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.weight_grad import WeightGrad
-from ..sharding.data_parallel import Exchange, build_sharded
-from ..sharding.grad_buffer import LocalGradBuffer, ShardedGradBuffer
-from ..sharding.growing_grads import GrowingGradBuffer, multiply_
-from ..sharding.partition import ParamSpace, Slot
+from ..quantization.weight_grad import GradPlace, WeightGrad
+from ..sharding.data_parallel import Exchange, exchange_of
+from ..sharding.gradient import Gradient
+from ..sharding.partition import ParamSpace
 from ..sharding.replicas import Replicas, Sharing
+from ..sharding.sharded_grads import ShardedGradBuffer
 from ..sharding.staging import StagingPools
 from ..sharding.storage import ModelStorage
-from .grad_tensor import GradTensor
-from .gradients import ParamGrad, RecordableGrads
+from ..sharding.whole_grads import WholeGradBuffer, multiply_
+from .gradients import ParamGrad
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Replication:
         self.group = group
         self.sharing = Sharing(Replicas.of(group, device))
         self.exchange = exchange or Exchange()
-        self.spaces: list[ShardedGrads] = []
+        self.buffers: list[ReplicaGradBuffer] = []
         # What ranks agree on is sent beside the gradients, between hosts: it arrives whatever the devices wait for.
         ranks = torch.distributed.get_process_group_ranks(group)
         self._control = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -111,13 +111,12 @@ class Replication:
         self._announces = device.type == "cpu"
         self._has_announced = False
 
-    def add_space(self, space: ParamSpace, storage: ModelStorage) -> ShardedGrads:
-        """Gradients of one more space."""
+    def add_space(self, space: ParamSpace, storage: ModelStorage, grads: Sequence[ParamGrad]) -> ReplicaGradBuffer:
+        """Storage for the gradients of one more space."""
         if self._staging.has_buffers:  # a param group that is added later may have larger buckets
             self._staging = StagingPools()
-        grads = ShardedGrads(space, self, storage, self._staging)
-        self.spaces.append(grads)
-        return grads
+        self.buffers.append(ReplicaGradBuffer(space, grads, self, storage, self._staging))
+        return self.buffers[-1]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -169,8 +168,8 @@ class Replication:
             return
         self._is_finished, self._has_announced = True, False
         self._check_use()
-        for space in self.spaces:
-            space.reduce()
+        for buffer in self.buffers:
+            buffer.finish()
 
     def finish_step(self) -> None:
         """`finish` in a step of the optimizer: replicas meet also where this one has no gradient.
@@ -192,9 +191,9 @@ class Replication:
         self._read_compared()
         self._has_checked = True
         use = tuple(
-            (index, space.num_sent.get(grad.slot.offset, 0))
-            for index, (space, grad) in enumerate((space, grad) for space in self.spaces for grad in space.grads)
-            if grad.param.grad is not None
+            (index, own.num_sent)
+            for index, own in enumerate(own for buffer in self.buffers for own in buffer.grads)
+            if own.param.grad is not None
         )
         self._compare((self._num_steps, use), gathers=False)
         is_watched = self._num_checked < _WATCHED_STEPS or use != self._last_use
@@ -279,168 +278,160 @@ class Replication:
                     part.copy_(torch.view_as_complex(sent) if part.is_complex() else sent)
 
 
-class ShardedGrads(RecordableGrads):
-    """The gradients of one space over replicas; ``p.grad`` is a `GradTensor` of the mean.
+class ReplicaGradBuffer(ShardedGradBuffer):
+    """The gradients of one space over replicas.
 
-    Attributes:
-        num_sent: by slot, its gradients since the last reduction that left one by one, during backward.
+    Those that are held back, in ``no_sync`` and recorded steps, are added up on this rank, in `on_rank`. `finish` sends
+    them, and so does the next backward outside.
     """
 
-    buffer: ShardedGradBuffer
-
     def __init__(
-        self, space: ParamSpace, replication: Replication, storage: ModelStorage, staging: StagingPools
+        self,
+        space: ParamSpace,
+        grads: Sequence[ParamGrad],
+        replication: Replication,
+        storage: ModelStorage,
+        staging: StagingPools,
     ) -> None:
-        super().__init__(space)
+        self.grads = grads
         formats = storage.of_grads(space.storage, space.dtype)
-        self.buffer = build_sharded(space, formats, replication.exchange, staging)
-        self._replication = replication
+        reducer, pool = exchange_of(space, formats, replication.exchange, staging)
+        overlaps = replication.exchange.overlaps_reduce
+        super().__init__(space, reducer, pool, dtype=formats.shard, overlap=overlaps, gradients=self.grads)
+        self.replication = replication
         self._always_holds = formats.adds_locally
-        #: `written`, if there is any. Weights have it inside of ``no_sync`` and recorded steps, from the first on.
-        #: It is no part of `buffer`, because what is held is dropped without the other ranks.
-        self._held: LocalGradBuffer | None = LocalGradBuffer(space, formats.local) if formats.adds_locally else None
-        #: Offsets of the slots that may hold something else than zeros in the shards, or are on their way there.
-        self._live: set[int] = set()
-        self.num_sent: dict[int, int] = {}
+        #: `on_rank`, if there is any. Weights have it from the first gradient on that is held back.
+        self._held: WholeGradBuffer | None = None
+        if formats.adds_locally:
+            self._held = WholeGradBuffer(space, formats.local, self.grads)
         self._is_dirty = False
         #: FP32 [num_slots], of the means; None if a mean has changed.
         self._squared_norms: Tensor | None = None
-        self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
-        for grad in self.grads:
-            grad.tensor = GradTensor(grad, grad.param)
-        self._attach()
+        self._index: dict[Gradient, int] = {own: index for index, own in enumerate(self.grads)}
 
     @property
     def nbytes(self) -> int:
-        return self.buffer.nbytes + (0 if self._held is None else self._held.nbytes)
-
-    def add_(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        self._note_write()
-        if self._always_holds or self._replication.holds_back:
-            self.written.accumulate_(slot, grad)
-            return
-        if self._is_held(slot):
-            assert self._held is not None
-            self._held.accumulate_(slot, grad)
-            grad = self._no_longer_held(slot)
-        self._replication.announce()
-        self.num_sent[slot.offset] = self.num_sent.get(slot.offset, 0) + 1
-        self._send(slot, grad)
+        return super().nbytes + (0 if self._held is None else self._held.nbytes)
 
     @property
-    def written(self) -> LocalGradBuffer:
+    def on_rank(self) -> WholeGradBuffer:
         """Sums that are on this rank alone."""
-        if self._held is None:
-            self._held = GrowingGradBuffer(self.space, num_gradients=2)  # FP8 would round the first of them
+        if self._held is None:  # FP8 would round the first of them
+            self._held = WholeGradBuffer(self.space, None, self.grads, num_gradients=2)
         return self._held
 
-    def held(self) -> AbstractContextManager[None]:
-        return self._replication.recorded()
+    @property
+    def _holds_back(self) -> bool:
+        """Whether gradients that are written now stay here."""
+        return self._always_holds or self.replication.holds_back
 
-    def prepare(self) -> None:
-        for own in self.grads:
-            if own.param.grad is None:
-                self.forget(own.slot)
+    def place(self, gradient: Gradient, *, fp8: bool) -> GradPlace | None:
+        if self._holds_back or gradient.count:
+            return self.on_rank.place(gradient, fp8=fp8)
+        return super().place(gradient, fp8=fp8)
 
-    def mark(self, slot: Slot, count: int) -> None:
-        super().mark(slot, count)
-        if count:
-            self._note_write()
+    def written(self, gradient: Gradient, grad: Tensor | WeightGrad) -> None:
+        self.note_write()
+        if self._holds_back or gradient.count:
+            self.on_rank.written(gradient, grad)
+            self._send_held(gradient)
+        else:
+            self.replication.announce()
+            super().written(gradient, grad)
 
-    def _note_write(self) -> None:
-        self._replication.note_write()
+    def add(self, gradient: Gradient, grad: Tensor) -> None:
+        self.note_write()
+        if self._holds_back or gradient.count:
+            self.on_rank.add(gradient, grad)
+            self._send_held(gradient)
+        else:
+            self.replication.announce()
+            self._send(gradient, grad)
+
+    def _send_held(self, gradient: Gradient) -> None:
+        """Let the sum of what was held back leave, unless more is."""
+        if not self._holds_back:
+            self.replication.announce()
+            self._send(gradient, self._taken(gradient))
+
+    def _taken(self, gradient: Gradient) -> Tensor:
+        """What is on this rank alone, until something else is."""
+        self.on_rank.drop(gradient)
+        return self.on_rank.flat(gradient)
+
+    def note_write(self) -> None:
+        """Something was written: `finish` has something to do."""
+        self.replication.note_write()
         self._is_dirty = True
         self._squared_norms = None
 
-    def _is_held(self, slot: Slot) -> bool:
-        return self._held is not None and self._held.is_written(slot)
-
-    def _no_longer_held(self, slot: Slot) -> Tensor:
-        """What is held of `slot`, until something else is."""
-        assert self._held is not None
-        self._held.forget(slot)
-        return slot.shaped(self._held.flat(slot))
-
-    def _send(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        self._live.add(slot.offset)
-        self.buffer.accumulate_(slot, grad)
-
-    def reduce(self) -> None:
+    def finish(self) -> None:
         """Send what has not left yet, and wait for everything; called through `Replication.finish`."""
         for own in self.grads:
-            if self._is_held(own.slot):
-                held = self._no_longer_held(own.slot)
+            if own.count:
+                held = self._taken(own)
                 if own.param.grad is not None:
-                    self._send(own.slot, held)
+                    self._send(own, held)
         self._wait()
 
     def _wait(self) -> None:
         """Wait for what was sent."""
         if self._is_dirty:
             self._is_dirty = False
-            self.num_sent.clear()
-            self.buffer.finish()
+            super().finish()
 
-    def forget(self, slot: Slot) -> None:
+    def drop(self, gradient: Gradient) -> None:
         if self._held is not None:
-            self._held.forget(slot)
-        if slot.offset not in self._live:
+            self._held.drop(gradient)
+        if not gradient.in_shard:
             return
-        if any(self._is_in_use(own) for own in self.grads if own.slot.offset in self._live):
-            self.zero_(slot)
+        if any(self._is_in_use(own) for own in self.grads if own.in_shard):
+            self.zero_(gradient)
             return
         self._wait()  # what is on its way has to arrive
         self._is_dirty = True  # where nothing more arrives the shard becomes zero
-        self.buffer.reset()
-        self._live.clear()
+        self.reset()
 
     @staticmethod
     def _is_in_use(own: ParamGrad) -> bool:
         """Whether ``p.grad`` is what is stored here, and not a tensor of DDP's or the user's."""
         return own.param.grad is not None and own.is_own(own.param.grad)
 
-    def zero_(self, slot: Slot) -> None:
+    def zero_(self, gradient: Gradient) -> None:
         if self._held is not None:
-            self._held.forget(slot)
-        if slot.offset not in self._live:
+            self._held.drop(gradient)
+        if not gradient.in_shard:
             return
-        self._replication.finish()
-        self._live.discard(slot.offset)
+        self.replication.finish()
+        gradient.in_shard = False
         self._squared_norms = None
-        for part in self._parts(slot):
+        for part in self.shard_parts(gradient):
             part.zero_()
 
-    def values(self, slot: Slot) -> Tensor:
-        self._replication.finish()
-        return self.space.assemble(
-            slot, lambda own: self.buffer.payload[own.shard_start : own.shard_start + own.length].float()
-        )
+    def values(self, gradient: Gradient) -> Tensor:
+        self.replication.finish()
+        return super().values(gradient)
 
-    def squared_norm(self, slot: Slot) -> Tensor:
-        self._replication.finish()
+    def squared_norm_of(self, gradient: Gradient) -> Tensor:
+        self.replication.finish()
         if self._squared_norms is None:
-            norms = torch.zeros(len(self.space.slots), device=self.space.device)
-            for index, other in enumerate(self.space.slots):
-                for part in self._parts(other):
+            norms = torch.zeros(len(self.grads), device=self.space.device)
+            for own, index in self._index.items():
+                for part in self.shard_parts(own):
                     norms[index] += part.float().square().sum()
-            self._squared_norms = self._replication.sum_(norms)
-        index = self._index[slot.offset]
+            self._squared_norms = self.replication.sum_(norms)
+        index = self._index[gradient]
         return self._squared_norms[index : index + 1].clone()
 
-    def partial_squared_norm(self) -> Tensor:
-        self._replication.finish()
-        return self.buffer.squared_norm()
+    def squared_norm(self) -> Tensor:
+        self.replication.finish()
+        return super().squared_norm()
 
-    def scale_(self, factor: Tensor | float, slot: Slot | None = None) -> None:
-        self._replication.finish()
-        live = [own.slot for own in self.grads if own.slot.offset in self._live]
-        multiply_([part for own in (live if slot is None else [slot]) for part in self._parts(own)], factor)
+    def scale_(self, factor: Tensor | float, gradients: Sequence[Gradient] | None = None) -> None:
+        self.replication.finish()
+        scaled = [own for own in self.grads if own.in_shard] if gradients is None else gradients
+        multiply_([part for own in scaled for part in self.shard_parts(own)], factor)
         if self._squared_norms is not None:
-            index = slice(None) if slot is None else slice(self._index[slot.offset], self._index[slot.offset] + 1)
-            self._squared_norms[index] *= factor * factor
-
-    def _parts(self, slot: Slot) -> Sequence[Tensor]:
-        """This rank's parts of a mean (views)."""
-        return [
-            self.buffer.payload[own.shard_start : own.shard_start + own.length] for own in self.space.fragments(slot)
-        ]
+            numbers = [self._index[own] for own in gradients or ()]
+            for index in [slice(own, own + 1) for own in numbers] or [slice(None)]:
+                self._squared_norms[index] *= factor * factor

@@ -7,7 +7,7 @@ weight_shards`), and `fp8_megatron.initialize` gives the shards FP8 state:
   all-reduce of amaxes a step and param group. Delayed scales are those of all ranks, too: a checkpoint has one of each.
 - Gradients of FP8 weights cross ranks in FP8 (`fsdp_reduce`).
 - Gradients at rest are torch's: ``p.grad`` is a ``DTensor`` of this rank's rows, so torch's clipping and accumulation
-  work as they are. `shard_grads` reads them where they lie.
+  work as they are. `dtensor_grads` reads them where they lie.
 - FSDP2 gathers from the optimizer's storage. A plain parameter with rows that the ranks do not share evenly is padded
   by FSDP2; it stays there, and takes its new value after each step.
 """
@@ -34,9 +34,10 @@ from ..sharding.partition import ParamSpace, Slot, StorageClass, partition
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
 from .build import delayed_scales, transposed_weights
+from .dtensor_grads import DTensorGradBuffer
 from .fsdp_reduce import check_reshard, reduce_in_fp8
+from .gradients import SpaceGrads
 from .optimizer import FP8Optimizer
-from .shard_grads import ShardGrads
 from .shard_states import ShardedState
 from .sharded_param import ShardedParam
 from .space import ModelSpace
@@ -130,8 +131,9 @@ class FSDPOptimizer(FP8Optimizer):
     def _param_of(self, slot: Slot) -> Tensor:
         return self._sharded_of(slot).param
 
-    def _build_grads(self, space: ParamSpace) -> ShardGrads:
-        return ShardGrads(space, [self._sharded_of(slot).param for slot in space.slots])
+    def _build_grads(self, space: ParamSpace) -> SpaceGrads:
+        buffer = DTensorGradBuffer(space, [self._sharded_of(slot).param for slot in space.slots])
+        return SpaceGrads(buffer, buffer.grads)
 
     def _sharded_of(self, slot: Slot) -> ShardedParam:
         return self._sharded[id(slot.param)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,37 +13,16 @@ from torch.utils._pytree import tree_map
 from ..quantization.scaled_functions import written_by_collective
 from ..quantization.value_view import Decoded
 
+if TYPE_CHECKING:
+    from .gradients import ParamGrad
+
 _aten = torch.ops.aten
 _DATA: Any = torch.Tensor.data  # the descriptor
 
 
-class GradSource(Protocol):
-    """One parameter's gradient, wherever and however it is stored.
-
-    If replicas share it, all of them call these methods, in the same order.
-    """
-
-    def values(self) -> Tensor:
-        """The gradient in FP32, in the parameter's shape (a copy)."""
-
-    def squared_norm(self) -> Tensor:
-        """Σ x², FP32 [1]; NaN or inf if any element is."""
-
-    def scale_(self, factor: Tensor | float) -> None:
-        """Multiply it by a number."""
-
-    def zero_(self) -> None:
-        """Make it zero."""
-
-    def add_(self, grad: Tensor) -> None:
-        """Add a plain tensor of the parameter's shape."""
-
-    def assign_(self, grad: Tensor) -> None:
-        """Replace it by a plain tensor of the parameter's shape."""
-
-
 class GradTensor(Decoded):
-    """A gradient in FP8, in a wider accumulator, or in shards, as a tensor that torch's own tools take.
+    """A gradient in FP8, in a wider accumulator, or in shards, as a tensor that torch's own tools take. Replicas that
+    share it all call what reads or writes it, in the same order.
 
     It has the shape and dtype of its parameter. Norms, products with a number, sums, `zero_` and the check for numbers
     that are not finite work on the storage itself. Any other function that returns new values gets the gradient as a
@@ -51,10 +30,10 @@ class GradTensor(Decoded):
     decode it when they are read, and write through it.
     """
 
-    _source: weakref.ref[GradSource]
+    _source: weakref.ref[ParamGrad]
 
     @staticmethod
-    def __new__(cls, source: GradSource, param: Tensor) -> GradTensor:
+    def __new__(cls, source: ParamGrad, param: Tensor) -> GradTensor:
         self = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
         # Weak: the parameter holds its source, which leads back to it. torch does not show Python's collector what
         # ``p.grad`` refers to, so a strong reference would keep the whole model in memory for good.
@@ -62,7 +41,7 @@ class GradTensor(Decoded):
         return self
 
     @property
-    def source(self) -> GradSource:
+    def source(self) -> ParamGrad:
         """Where the gradient is stored.
 
         Raises:

@@ -32,11 +32,11 @@ from ..optimizer.written_weights import MasterWeight, write_weight
 from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.data_parallel import Exchange
-from ..sharding.grad_buffer import LocalGradBuffer
 from ..sharding.partition import ParamSpace, Slot, StorageClass, alone, partition
 from ..sharding.storage import ModelStorage
+from ..sharding.whole_grads import WholeGradBuffer
 from .data_parallel import Replication
-from .gradients import LinearGrads, PlainGrads, SpaceGrads, check_shape
+from .gradients import ParamGrad, PlainGrads, SpaceGrads, check_shape
 from .skipped_steps import SkippedSteps
 from .space import ModelSpace, publish, value_of
 from .step_numbers import StepNumbers
@@ -217,11 +217,16 @@ class FP8Optimizer(torch.optim.Optimizer):
         self._name_state(dropped)
 
     def _build_grads(self, space: ParamSpace) -> SpaceGrads:
+        grads = [ParamGrad(slot) for slot in space.slots]
         if self._replication is not None:
-            return self._replication.add_space(space, self._storage)
-        if space.storage is StorageClass.LINEAR:
-            return LinearGrads(space, self._num_gradients)
-        return PlainGrads(space, LocalGradBuffer(space, self._storage.of_grads(space.storage, space.dtype).local))
+            found = SpaceGrads(self._replication.add_space(space, self._storage, grads), grads)
+        elif space.storage is StorageClass.LINEAR:
+            found = SpaceGrads(WholeGradBuffer(space, None, grads, num_gradients=self._num_gradients), grads)
+        else:
+            dtype = self._storage.of_grads(space.storage, space.dtype).local
+            found = PlainGrads(WholeGradBuffer(space, dtype, grads), grads)
+        found.attach()
+        return found
 
     @property
     def num_skipped_steps(self) -> int:
@@ -245,7 +250,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         small tensors), main_grad and grad_scales. Frozen parameters are not counted."""
         total: dict[str, int] = {}
         for space in self._spaces:
-            grads = {"main_grad": space.grads.nbytes, "grad_scales": space.grads.buffer.scale_bytes}
+            grads = {"main_grad": space.grads.buffer.nbytes, "grad_scales": space.grads.buffer.scale_bytes}
             counts = space.state.byte_counts() | grads
             for kind, count in counts.items():
                 total[kind] = total.get(kind, 0) + count
@@ -438,7 +443,7 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     def _grad_factor(self) -> Tensor:
         """What gradients are multiplied by, FP32 [1]: 1 / GradScaler's scale, or NaN if the step is skipped."""
-        norms = torch.cat([space.grads.partial_squared_norm() for space in self._spaces])
+        norms = torch.cat([space.grads.buffer.squared_norm() for space in self._spaces])
         total = SquareSum(norms.sum().reshape(1))
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ..quantization.scaled_tensor import ScaledTensor
-from ..sharding.partition import Slot
-from .gradients import ParamGrad, RecordableGrads
+from ..sharding.gradient import GradBuffer
+from ..sharding.whole_grads import WholeGradBuffer
+from .data_parallel import ReplicaGradBuffer
+from .gradients import ParamGrad
 
 #: Of one parameter: frozen; no ``p.grad``; one whose next gradient overwrites it; one that is added to.
 _FROZEN, _NONE, _ZERO, _SUM = range(4)
@@ -43,35 +45,22 @@ class Change:
     added: Sequence[int]
 
 
-@dataclass(frozen=True, eq=False)
-class _Stored:
-    """A gradient in an FP8 optimizer's storage, and what ``p.grad`` is then."""
-
-    space: RecordableGrads
-    slot: Slot
-    tensor: Tensor
-
-    @property
-    def count(self) -> int:
-        """See `RecordableGrads.count`."""
-        return self.space.count(self.slot)
-
-
 class RecordedGrads:
     """``p.grad`` of `params`, before and after recorded steps.
 
-    Those of an FP8 optimizer's parameters have their storage already (`RecordableGrads`). Any other's place is its
-    ``p.grad`` at the end of its first recording.
+    Those of an FP8 optimizer's parameters have their storage already. Over replicas a recorded step leaves them on
+    their rank, and nothing leaves before the launch has ended. Any other's place is its ``p.grad`` at the end of its
+    first recording.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self._params = params
         self._stored = [_stored(param) for param in params]
-        self._spaces = list({stored.space: None for stored in self._stored if stored is not None})
+        self._spaces = list({own.space: None for own in self._stored if own is not None})
         #: By the parameter's index, the place of a gradient that no optimizer stores.
         self._places: dict[int, Tensor] = {}
         for space in self._spaces:
-            space.pin()
+            storage_of(space.buffer).pin()
 
     def settle(self, *, is_recording: bool = False) -> None:
         """Make every ``p.grad`` its place, with the values that it has, or leave it None."""
@@ -91,16 +80,20 @@ class RecordedGrads:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Where the step runs: see `RecordableGrads.held`."""
+        """Where the step runs that may be recorded: its gradients stay on their rank."""
         with ExitStack() as stack:
             for space in self._spaces:
-                stack.enter_context(space.held())
+                if isinstance(space.buffer, ReplicaGradBuffer):
+                    stack.enter_context(space.buffer.replication.recorded())
             yield
 
     def prepare(self) -> None:
-        """Before the step: see `RecordableGrads.prepare`."""
+        """Do what the first gradients of a step do beside being written: a launch does not repeat it."""
         for space in self._spaces:
-            space.prepare()
+            if isinstance(space.buffer, ReplicaGradBuffer):
+                for own in space.grads:
+                    if own.param.grad is None:
+                        own.drop()
 
     @property
     def states(self) -> bytes:
@@ -116,7 +109,7 @@ class RecordedGrads:
                 found += [param.payload.data_ptr(), param.scale.data_ptr()]
             else:
                 found.append(param.data_ptr())
-        found += [address for space in self._spaces for address in space.addresses]
+        found += [address for space in self._spaces for address in storage_of(space.buffer).addresses]
         return found
 
     def notes(self) -> Notes:
@@ -129,7 +122,7 @@ class RecordedGrads:
         for param, stored, grad, count in zip(self._params, self._stored, notes.grads, notes.counts, strict=True):
             param.grad = grad
             if stored is not None:
-                stored.space.mark(stored.slot, count)
+                _mark(stored, count)
 
     def change_since(self, states: bytes, before: Notes) -> Change:
         """What was done since there were `states` and `before`."""
@@ -141,12 +134,13 @@ class RecordedGrads:
 
     def fits(self, states: bytes, change: Change) -> bool:
         """Whether the storage of the gradients stays as it is if `change` is done once more."""
-        most: dict[RecordableGrads, int] = {}
+        most: dict[WholeGradBuffer, int] = {}
         for stored, state, added in zip(self._stored, states, change.added, strict=True):
             if stored is not None and added:
                 count = added + (stored.count if state == _SUM else 0)
-                most[stored.space] = max(count, most.get(stored.space, 0))
-        return all(space.fits(count) for space, count in most.items())
+                storage = storage_of(stored.buffer)
+                most[storage] = max(count, most.get(storage, 0))
+        return all(storage.fits(count) for storage, count in most.items())
 
     def note(self, states: bytes, change: Change) -> None:
         """Know what a launch has done, which began with `states`."""
@@ -159,7 +153,7 @@ class RecordedGrads:
                 continue
             place = self._places[index] if stored is None else stored.tensor
             if stored is not None and (added or after == _ZERO):
-                stored.space.mark(stored.slot, 0 if after == _ZERO else added + (stored.count if before == _SUM else 0))
+                _mark(stored, 0 if after == _ZERO else added + (stored.count if before == _SUM else 0))
             if param.grad is not place:
                 param.grad = place
 
@@ -168,15 +162,27 @@ class RecordedGrads:
         self._places.clear()
 
 
-def _stored(param: torch.nn.Parameter) -> _Stored | None:
+def storage_of(buffer: GradBuffer) -> WholeGradBuffer:
+    """What a recorded step writes."""
+    if isinstance(buffer, ReplicaGradBuffer):
+        return buffer.on_rank
+    assert isinstance(buffer, WholeGradBuffer), "gradients of FSDP2"
+    return buffer
+
+
+def _mark(own: ParamGrad, count: int) -> None:
+    """The storage has the sum of `count` gradients, which a recorded step has written."""
+    storage_of(own.buffer).mark(own, count)
+    if count and isinstance(own.buffer, ReplicaGradBuffer):
+        own.buffer.note_write()
+
+
+def _stored(param: torch.nn.Parameter) -> ParamGrad | None:
     own = getattr(param, "main_grad", None)
-    if not isinstance(own, ParamGrad):
-        return None
-    assert isinstance(own.space, RecordableGrads), "gradients of FSDP2"
-    return _Stored(own.space, own.slot, own.tensor)
+    return own if isinstance(own, ParamGrad) else None
 
 
-def _state(param: torch.nn.Parameter, stored: _Stored | None) -> int:
+def _state(param: torch.nn.Parameter, stored: ParamGrad | None) -> int:
     if not param.requires_grad:
         return _FROZEN
     if param.grad is None:

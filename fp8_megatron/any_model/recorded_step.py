@@ -27,7 +27,7 @@ from ..errors import UserError
 from ..graphs.recorder import CudaRecorder, Recorder
 from ..quantization.amax_history import AmaxHistory
 from .build import delayed_scales
-from .gradients import ParamGrad, RecordableGrads
+from .gradients import ParamGrad
 from .nests import flattened, rebuilt
 from .recorded_grads import Change, RecordedGrads
 from .transformers_masks import TransformersMasks
@@ -369,11 +369,11 @@ def _check_model(model: torch.nn.Module) -> None:
             raise UserError(f"{name or 'the model'} is a {shared[0]}: {_OWN_REPLICAS}")
     owns = {name: param.main_grad for name, param in model.named_parameters() if hasattr(param, "main_grad")}
     for name, own in owns.items():
-        if not (isinstance(own, ParamGrad) and isinstance(own.space, RecordableGrads)):
+        if not isinstance(own, ParamGrad):
             raise UserError(f"something else than initialize stores the gradient of {name}: {_OWN_REPLICAS}")
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     ranks = torch.distributed.get_world_size() if is_distributed else 1
-    if ranks > 1 and not any(own.space.space.replicas.size > 1 for own in owns.values()):
+    if ranks > 1 and not any(own.buffer.space.replicas.size > 1 for own in owns.values()):
         raise UserError(f"torch.distributed has {ranks} ranks, which share no gradient of this model: {_OWN_REPLICAS}")
 
 

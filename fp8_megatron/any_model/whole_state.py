@@ -111,7 +111,7 @@ class WholeState:
 
     def _run_state(self) -> dict[str, Tensor]:
         """What a resumed run needs that belongs to no parameter."""
-        rooms = [space.grads.most_gradients for space in self._spaces]
+        rooms = [space.grads.buffer.most_gradients for space in self._spaces]
         run = {"gradients_per_step": torch.tensor(rooms, device="cpu"), "skipped_steps": self._num_skipped.cpu()}
         for index, history in enumerate(self._histories):
             run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in history.state_dict().items()}
@@ -242,7 +242,7 @@ class WholeState:
         if len(rooms) != len(self._spaces):  # of a rank with other parts of the model
             rooms = [max(rooms)] * len(self._spaces)
         for space, room in zip(self._spaces, rooms, strict=True):
-            space.grads.expect(room)
+            space.grads.buffer.expect(room)
         self._num_skipped.fill_(float(run.get("skipped_steps", 0.0)))
         for index, history in enumerate(self._histories):
             prefix = f"delayed_{index}_"

@@ -30,8 +30,8 @@ from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..quantization.amax_history import AmaxHistory
-from ..sharding.grad_buffer import ShardedGradBuffer
 from ..sharding.partition import Fragment, Slot
+from ..sharding.sharded_grads import ShardedGradBuffer
 from .encoding import Encoded
 from .placement import Placement, placement_of
 from .torch_dist import Chunk

@@ -8,7 +8,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..sharding.data_parallel import DataParallelModule, finish_gradients
-from ..sharding.grad_buffer import GradBuffer
+from ..sharding.gradient import GradBuffer
 
 
 class FP8DataParallel(_BaseDataParallel):

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import ActivationGradSource, ActivationSource, CastGrad, NormStatistics
-from ..quantization.weight_grad import WeightGrad, WeightGradSum
+from ..quantization.weight_grad import WeightGradSum
 from .chunk_grads import chunks
 from .first_order import once_differentiable
-from .gemms import LinearParams, fprop, start_dgrad
+from .gemms import LinearParams, delivered_wgrad, fprop, start_dgrad
 from .links import LinearLinks
 from .normed import NormParams, norm_backward, norm_fprop, norm_fprop_again, start_norm_columns
-from .operands import MainGrad, delivered
+from .operands import delivered
 from .rows import LocalRows, OperandRows
 
 
@@ -171,15 +171,8 @@ class _Sums:
         """Give both weights' gradients to their `main_grad`, and free them; those of weights without one are
         returned."""
         totals = (self.weight1.take(), self.weight2.take())
-        return [_deliver(linear, grad, self._dtype) for linear, grad in zip(self._linears, totals, strict=True)]
-
-
-def _deliver(linear: LinearParams, grad: WeightGrad, dtype: torch.dtype) -> Tensor | None:
-    main_grad: MainGrad | None = getattr(linear.weight, "main_grad", None)
-    if main_grad is None:
-        return grad.wide().to(dtype)
-    main_grad.accumulate_(grad)
-    return None
+        grads = [delivered_wgrad(total, linear) for total, linear in zip(totals, self._linears, strict=True)]
+        return [None if grad is None else grad.to(self._dtype) for grad in grads]
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:

@@ -187,15 +187,24 @@ def delivered_wgrad(grad: Tensor | WeightGrad, linear: LinearParams) -> Tensor |
         has_hooks = bool(linear.weight._backward_hooks)
     if main_grad is None or has_hooks:
         return grad.wide() if isinstance(grad, WeightGrad) else grad
+    if not main_grad.is_wanted:
+        return None
+    if isinstance(grad, WeightGrad):
+        place = main_grad.place(fp8=grad.writes_fp8)
+        if place is not None:
+            grad.write_(place)
+            main_grad.written(grad)
+            return None
+        grad = grad.wide()
     main_grad.accumulate_(grad)
     return None
 
 
 def note_forward(linear: LinearParams) -> None:
-    """A forward begins whose backward will give the weight a gradient: its `main_grad` may want to know."""
-    note = getattr(getattr(linear.weight, "main_grad", None), "note_forward", None)
-    if note is not None:
-        note()
+    """A forward begins whose backward will give the weight a gradient."""
+    main_grad: MainGrad | None = getattr(linear.weight, "main_grad", None)
+    if main_grad is not None:
+        main_grad.note_forward()
 
 
 def _measure_weight(probe: CastProbe, weight: ScaledTensor, operand: Quantized) -> None:

@@ -11,17 +11,31 @@ from torch.nn import functional as F
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import AmaxSync, Quantizer
 from ..quantization.sources import CastGrad, GradSource
-from ..quantization.weight_grad import WeightGrad
+from ..quantization.weight_grad import GradPlace, WeightGrad
 
 
 class MainGrad(Protocol):
-    """Where a weight's gradient goes. The owner of the storage decides its form (FP8, BF16 or FP32 accumulator)."""
+    """Where a parameter's gradient goes. The owner of the storage decides its form (FP8, BF16 or FP32 accumulator)."""
 
-    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
-        """Add one micro-batch's gradient (any float dtype, the weight's shape) and mark it written.
+    def note_forward(self) -> None:
+        """A forward begins whose backward will give a gradient."""
 
-        A `WeightGrad` is computed in the form, and at the place, that the storage has.
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the backward that runs is to give the parameter a gradient; asked before the rest."""
+
+    def place(self, *, fp8: bool) -> GradPlace | None:
+        """Where the weight's next gradient is written, before `written`. None: its values go to `accumulate_`.
+
+        Args:
+            fp8: the writer can write E4M3 (`WeightGrad.writes_fp8`).
         """
+
+    def written(self, grad: WeightGrad) -> None:
+        """The place holds a gradient; `grad` is what wrote it."""
+
+    def accumulate_(self, grad: Tensor) -> None:
+        """Add one micro-batch's gradient (any float dtype, the parameter's shape)."""
 
 
 def cast_grad(
@@ -82,5 +96,6 @@ def delivered(grad: Tensor | None, param: Tensor | None) -> Tensor | None:
     main_grad: MainGrad | None = getattr(param, "main_grad", None)
     if param is None or grad is None or main_grad is None or param._backward_hooks:
         return grad if param is not None else None
-    main_grad.accumulate_(grad)
+    if main_grad.is_wanted:
+        main_grad.accumulate_(grad)
     return None

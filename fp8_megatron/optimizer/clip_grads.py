@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..quantization.amax_history import AmaxHistory, SquareSum
-from ..sharding.grad_buffer import GradBuffer
+from ..sharding.gradient import GradBuffer
 
 
 def global_grad_norm(

@@ -18,7 +18,7 @@ from ..device.group import Group
 from ..dtypes import StorageDtype
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.data_parallel import DataParallelModule
-from ..sharding.grad_buffer import GradBuffer
+from ..sharding.gradient import GradBuffer
 from ..sharding.partition import Slot, StorageClass
 from ..sharding.released_grads import ReleasedGrad, ReleasedGradBuffer
 from ..sharding.storage import ModelStorage

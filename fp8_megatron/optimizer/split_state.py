@@ -14,7 +14,7 @@ from torch import Tensor
 from ..device.memory import cpu_copy
 from ..dtypes import StorageDtype, StorageFormats
 from ..kernels import ops
-from ..sharding.grad_buffer import GradBuffer
+from ..sharding.gradient import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
 from ..sharding.released_grads import ReleasedGrad
 from .hyperparameters import AdamW

@@ -22,7 +22,7 @@ from ..dtypes import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_views import CastScale
-from ..sharding.grad_buffer import GradBuffer
+from ..sharding.gradient import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
 from ..sharding.released_grads import ReleasedGrad
 from ..sharding.transport import SendMemory

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..sharding.grad_buffer import GradBuffer
+from ..sharding.gradient import GradBuffer
 from .state import SpaceState
 
 #: Elements whose zeros are counted at once. The comparison takes a byte each.

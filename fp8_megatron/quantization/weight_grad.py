@@ -1,4 +1,4 @@
-"""A weight's gradient as the operands of its GEMM. Its storage decides what the GEMM writes, and where.
+"""A weight's gradient as the operands of its GEMM. Its place decides what the GEMM writes.
 
 In 16 or 32 bits the GEMM adds to the storage itself: one rounding, and no pass over the sum. With a delayed scale it
 writes FP8 into a send buffer: the gradient never exists in 16 bits, and no kernel casts it. (FP8-LM, arXiv 2310.18313,
@@ -24,6 +24,20 @@ class DelayedGradScale(NamedTuple):
 
     history: AmaxHistory
     slot: int
+
+
+class GradPlace(NamedTuple):
+    """Where a weight's gradient is written.
+
+    Attributes:
+        payload: FP8, flat and with padding; or [N, K] in 16 or 32 bits.
+        scales: of the FP8 payload, one for each `GRAD_BLOCK` elements; None for a wide payload.
+        adds: the wide payload holds the sum of earlier gradients, to which this one is added.
+    """
+
+    payload: Tensor
+    scales: Tensor | None
+    adds: bool = False
 
 
 class WeightGrad(NamedTuple):
@@ -57,20 +71,25 @@ class WeightGrad(NamedTuple):
             self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
         return grad
 
-    def write_wide_(self, out: Tensor, *, adds: bool) -> None:
-        """Write the gradient to `out` [N, K] or add it, in `out`'s dtype: BF16, FP16 or FP32, contiguous."""
-        if self.total is None and (self.scale is None or self.writes_fp8):
-            self.g_t.multiply_into_(out, self.x_t, addend=out if adds else None)
+    def write_(self, place: GradPlace) -> None:
+        """Write the gradient to its place or add it. A place in FP8 needs `writes_fp8`."""
+        out = place.payload
+        if place.scales is not None:
+            self.write_fp8_(out, place.scales)
+        elif self.total is None and (self.scale is None or self.writes_fp8):
+            self.g_t.multiply_into_(out, self.x_t, addend=out if place.adds else None)
+        elif place.adds:
+            out.add_(self.wide())
         else:
-            write_wide_(out, self.wide(), adds=adds)
+            out.copy_(self.wide())
 
     @property
     def writes_fp8(self) -> bool:
-        """Whether `write_fp8_` is available."""
+        """Whether it can be written in FP8."""
         return self.scale is not None and self.scale.history.knows(self.scale.slot)
 
     def sample(self, payload: Tensor, wide: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """An even sample of rows, and what `write_fp8_` has written of them to `payload`; both [n, K].
+        """An even sample of rows, and what was written of them to FP8 `payload`; both [n, K].
 
         It has every 16th row, or at least 16 rows; all rows below 2²⁰ elements. It takes a second GEMM, of these rows.
 
@@ -92,8 +111,8 @@ class WeightGrad(NamedTuple):
         return chosen, payload[:numel].view(self.shape)[rows].contiguous()
 
     def count_clamped(self, wide: Tensor) -> Tensor:
-        """How many of some elements `write_fp8_` clamps: int64 [2], their number and that of the clamped ones. No host
-        sync.
+        """How many of some elements the delayed scale clamps: int64 [2], their number and that of the clamped ones. No
+        host sync.
 
         Args:
             wide: elements of this gradient in 16 or 32 bits, any shape.
@@ -127,16 +146,6 @@ class WeightGrad(NamedTuple):
         if numel < payload.numel():
             payload[numel:].view(torch.uint8).zero_()
         scales.copy_(history.scale_of(slot).expand_as(scales))
-
-
-def write_wide_(out: Tensor, grad: Tensor | WeightGrad, *, adds: bool) -> None:
-    """Write a gradient to `out` or add it; `out` is BF16, FP16 or FP32, flat or in the gradient's shape."""
-    if isinstance(grad, WeightGrad):
-        grad.write_wide_(out.view(grad.shape), adds=adds)
-    elif adds:
-        out.add_(grad)
-    else:
-        out.copy_(grad)
 
 
 class WeightGradSum:

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from ..collectives.gradient_reduction import build_reducer
+from ..collectives.gradient_reduction import GradReducer, build_reducer
 from ..dtypes import GradReduceMode, StorageDtype
 from ..quantization.scaled_tensor import ScaledTensor
-from .grad_buffer import GradBuffer, LocalGradBuffer, NoGradBuffer, ShardedGradBuffer
+from .gradient import GradBuffer, NoGradBuffer
 from .partition import Cut, ParamSpace, StorageClass, partition
 from .released_grads import ReleasedGradBuffer
 from .replicas import Sharing
-from .staging import StagingPools
+from .sharded_grads import ShardedGradBuffer
+from .staging import StagingPool, StagingPools
 from .storage import GradFormats, ModelStorage
 from .weight_gather import WeightGather
+from .whole_grads import WholeGradBuffer
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Exchange:
 class DataParallelModule:
     """A module's parameters in flat spaces, with their gradient buffers and weight gathers.
 
-    FP8 layers write the gradients of their weights, biases and norms themselves (`main_grad.accumulate_`). Embeddings
+    FP8 layers write the gradients of their weights, biases and norms to `main_grad` themselves. Embeddings
     and 16-bit layers get their gradients from autograd in ``.grad``; these are moved to `main_grad` immediately. The
     optimizer gives the parameters their storage and their values.
 
@@ -170,41 +172,42 @@ def build_grad_buffer(
         return NoGradBuffer(space)
     formats = storage.of_grads(space.storage, space.dtype)
     if space.replicas.size > 1:
-        local = LocalGradBuffer(space, formats.local) if formats.adds_locally else None
-        return build_sharded(space, formats, exchange, staging, local, storage.num_micro_batches)
+        return _build_sharded(space, formats, exchange, staging, storage.num_micro_batches)
     if not formats.is_released:
-        return LocalGradBuffer(space, formats.local)
+        return WholeGradBuffer(space, formats.local)
     assert storage.num_micro_batches == 1, (
         f"{storage.num_micro_batches} micro-batches cannot be added to gradients that are released"
     )
     return ReleasedGradBuffer(space, formats.local)
 
 
-def build_sharded(
-    space: ParamSpace,
-    formats: GradFormats,
-    exchange: Exchange,
-    staging: StagingPools,
-    local: LocalGradBuffer | None = None,
-    num_micro_batches: int = 1,
+def _build_sharded(
+    space: ParamSpace, formats: GradFormats, exchange: Exchange, staging: StagingPools, num_micro_batches: int
 ) -> ShardedGradBuffer:
-    """The gradient buffer of a space over several replicas; see `ShardedGradBuffer`."""
     assert not formats.is_released, "gradients of several replicas are not released"
+    reducer, pool = exchange_of(space, formats, exchange, staging)
+    return ShardedGradBuffer(
+        space,
+        reducer,
+        pool,
+        dtype=formats.shard,
+        local=formats.local if formats.adds_locally else None,
+        num_micro_batches=num_micro_batches,
+        overlap=exchange.overlaps_reduce,
+    )
+
+
+def exchange_of(
+    space: ParamSpace, formats: GradFormats, exchange: Exchange, staging: StagingPools
+) -> tuple[GradReducer, StagingPool]:
+    """How the gradients of a space over several replicas are reduced, and the buffers that they are sent from."""
     replicas = space.replicas
     assert replicas.group is not None, "several replicas need a process group"
     reducer = build_reducer(
         formats.wire, replicas.group, replicas.nodes, mode=exchange.reduction, intra=exchange.wire_in_node
     )
     wire = reducer.wire_dtype if formats.wire is StorageDtype.FP8 else formats.wire
-    return ShardedGradBuffer(
-        space,
-        reducer,
-        staging.pool(wire, replicas.grad_memory),
-        dtype=formats.shard,
-        local=local,
-        num_micro_batches=num_micro_batches,
-        overlap=exchange.overlaps_reduce,
-    )
+    return reducer, staging.pool(wire, replicas.grad_memory)
 
 
 def _weights_read_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

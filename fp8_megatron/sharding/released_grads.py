@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..dtypes import GRAD_BLOCK, StorageDtype
 from ..kernels import ops
-from ..quantization.weight_grad import WeightGrad
-from .grad_buffer import GradBuffer
+from ..quantization.weight_grad import GradPlace, WeightGrad
+from .gradient import GradBuffer, Gradient
 from .partition import ParamSpace, Slot
 
 
@@ -35,13 +35,13 @@ class ReleasedGrad:
 
 
 class ReleasedGradBuffer(GradBuffer):
-    """`LocalGradBuffer` without storage: every gradient is passed on when it is written, once per step.
+    """`WholeGradBuffer` without storage: every gradient is passed on when it is written, once per step.
 
-    `main_grad.accumulate_` calls the receiver of `release_to`, which may change the weight. A layer therefore reads a
-    weight for the last time in a step before it writes the weight's gradient.
+    The receiver of `release_to` may change the weight. A layer therefore reads a weight for the last time in a step
+    before it writes the weight's gradient.
 
     Args:
-        dtype: what gradients are rounded to on the way: FP8 as `LocalGradBuffer` stores them (the same bits), or wider,
+        dtype: what gradients are rounded to on the way: FP8 as `WholeGradBuffer` stores them (the same bits), or wider,
             straight from the GEMM.
     """
 
@@ -51,8 +51,9 @@ class ReleasedGradBuffer(GradBuffer):
         self.payload = torch.empty(0, dtype=dtype.torch_dtype, device=space.device)
         #: FP32 [num_slots] of this step.
         self.squared_norms = torch.zeros(len(space.slots), device=space.device)
-        self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
-        self._written: set[int] = set()
+        self._index = {own: index for index, own in enumerate(self.gradients)}
+        #: Where the gradient that is on its way is written, under FP8.
+        self._place: GradPlace | None = None
         self._receive: Callable[[ReleasedGrad], None] | None = None
 
     def release_to(self, receive: Callable[[ReleasedGrad], None]) -> None:
@@ -61,47 +62,57 @@ class ReleasedGradBuffer(GradBuffer):
         """
         self._receive = receive
 
-    def _takes(self, slot: Slot, grad: WeightGrad) -> bool:
-        return self.dtype is StorageDtype.FP8 and grad.writes_fp8
+    def place(self, gradient: Gradient, *, fp8: bool) -> GradPlace | None:
+        if self.dtype is not StorageDtype.FP8 or not fp8:
+            return None
+        padded = gradient.slot.padded
+        self._place = GradPlace(
+            torch.empty(padded, dtype=self.dtype.torch_dtype, device=self.space.device),
+            torch.empty(padded // GRAD_BLOCK, device=self.space.device),
+        )
+        return self._place
 
-    def _write(self, slot: Slot, grad: Tensor | WeightGrad) -> None:
-        assert slot.offset not in self._written, (
-            f"{slot.name}: a second gradient in one step, but the first one is already in the weight; "
+    def written(self, gradient: Gradient, grad: Tensor | WeightGrad) -> None:
+        place, self._place = self._place, None
+        assert place is not None and place.scales is not None
+        self._measure(gradient, grad, place.payload, place.scales)
+        self._release(gradient, place.payload, place.scales)
+
+    def add(self, gradient: Gradient, grad: Tensor) -> None:
+        place = self.place(gradient, fp8=True)
+        if place is not None:
+            assert place.scales is not None
+            ops.quantize_blockwise_(grad, place.payload, place.scales)
+            del place
+            self.written(gradient, grad)
+            return
+        padding = gradient.slot.padded - gradient.slot.numel
+        self._release(gradient, torch.nn.functional.pad(grad.to(self.dtype.torch_dtype), (0, padding)), None)
+
+    def _release(self, gradient: Gradient, payload: Tensor, scales: Tensor | None) -> None:
+        assert not gradient.count, (
+            f"{gradient.slot.name}: a second gradient in one step, but the first one is already in the weight; "
             f"gradients of a weight that is used twice, or of several micro-batches, cannot be released"
         )
         assert self._receive is not None, "nobody takes the gradients"
-        self._written.add(slot.offset)
-        payload, scales = self._rounded(slot, grad)
-        index = self._index[slot.offset]
+        gradient.count = 1
+        index = self._index[gradient]
         squared_norm = self.squared_norms[index : index + 1]
         squared_norm.copy_(ops.squared_norm(payload, scales))
-        self._receive(ReleasedGrad(slot, payload, scales, squared_norm))
-
-    def _rounded(self, slot: Slot, grad: Tensor | WeightGrad) -> tuple[Tensor, Tensor | None]:
-        if self.dtype is StorageDtype.FP8:
-            payload = torch.empty(slot.padded, dtype=self.dtype.torch_dtype, device=self.payload.device)
-            scales = torch.empty(slot.padded // GRAD_BLOCK, device=self.payload.device)
-            self._quantize(slot, grad, payload, scales)
-            return payload, scales
-        assert isinstance(grad, Tensor)
-        payload = grad.to(self.dtype.torch_dtype)
-        return torch.nn.functional.pad(payload, (0, slot.padded - slot.numel)), None
+        self._receive(ReleasedGrad(gradient.slot, payload, scales, squared_norm))
 
     def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
-        self._written.clear()
+        for gradient in self.gradients:
+            gradient.count = 0
         self._start_underflow(measures_underflow and self.dtype is StorageDtype.FP8)
 
     def finish(self) -> None:
-        for slot in self.space.slots:
-            if slot.offset not in self._written:
-                self._write(slot, torch.zeros(slot.numel, device=self.payload.device))
+        for gradient in self.gradients:
+            if not gradient.count:
+                self.add(gradient, torch.zeros(gradient.slot.numel, device=self.payload.device))
 
     def squared_norm(self) -> Tensor:
         return self.squared_norms.sum().reshape(1)
-
-    @property
-    def nbytes(self) -> int:
-        return 0
 
     @property
     def scale_bytes(self) -> int:
@@ -109,4 +120,4 @@ class ReleasedGradBuffer(GradBuffer):
 
     def non_finite_slots(self) -> list[str]:
         finite = torch.isfinite(self.squared_norms).tolist()
-        return [slot.name for slot, is_finite in zip(self.space.slots, finite, strict=True) if not is_finite]
+        return [own.slot.name for own, is_finite in zip(self.gradients, finite, strict=True) if not is_finite]

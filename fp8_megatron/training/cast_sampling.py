@@ -19,7 +19,8 @@ from ..quantization.cast_health import CastProbe
 from ..quantization.recipe import LinearQuantizers
 from ..reporting.cast_statistics import CastName, CastStatistics, HealthSample
 from ..reporting.metrics_file import ROLES
-from ..sharding.grad_buffer import GradBuffer, ShardedGradBuffer
+from ..sharding.gradient import GradBuffer
+from ..sharding.sharded_grads import ShardedGradBuffer
 
 #: The linear layers of a transformer layer, in order.
 _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -98,8 +99,8 @@ class CastSampler:
 
 
 def _probes(chunks: Iterable[torch.nn.Module], buffers: Sequence[GradBuffer]) -> list[tuple[CastName, CastProbe]]:
-    """Every probe of this rank with its name. The gradient buffers get those of their slots."""
-    places = {slot.param: (buffer, slot.offset) for buffer in buffers for slot in buffer.space.slots}
+    """Every probe of this rank with its name. Gradients get theirs."""
+    gradients = {gradient.param: gradient for buffer in buffers for gradient in buffer.gradients}
     found: list[tuple[CastName, CastProbe | None]] = []
     for chunk in chunks:
         for name, layer in fp8_layers(chunk):
@@ -110,10 +111,8 @@ def _probes(chunks: Iterable[torch.nn.Module], buffers: Sequence[GradBuffer]) ->
             if isinstance(own, LinearQuantizers):
                 format = DTYPE_NAMES[own.grad_output.format.dtype]
                 found.append((CastName(name, "grad_output", format), own.grad_output.probe))
-                buffer, offset = places[layer.weight]
                 found.append((CastName(name, "weight_grad", "E4M3"), own.weight_grad_probe))
-                if own.weight_grad_probe is not None:
-                    buffer.probes[offset] = own.weight_grad_probe
+                gradients[layer.weight].probe = own.weight_grad_probe
             else:
                 found.append((CastName(name, "grad_output", DTYPE_NAMES[own.grad_output.dtype]), own.grad_output_probe))
     return [(name, probe) for name, probe in found if probe is not None]

@@ -30,8 +30,8 @@ from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState, StateTensor
 from ..quantization.amax_history import AmaxHistory
-from ..sharding.grad_buffer import ShardedGradBuffer
 from ..sharding.partition import Slot
+from ..sharding.sharded_grads import ShardedGradBuffer
 from .restarts import Fault
 
 #: 32-bit words that are hashed at a time; in flight they take 20 bytes each.

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 import fp8_megatron
-from fp8_megatron.sharding import growing_grads
-from fp8_megatron.sharding.growing_grads import GrowingGradBuffer
+from fp8_megatron.sharding import whole_grads
+from fp8_megatron.sharding.whole_grads import WholeGradBuffer
 
 NUM_LAYERS, WIDTH = 6, 64
 #: Elements, so that two layers share a section.
 SECTION = 2 * WIDTH * WIDTH
 
 
-def build(level: Any = "O2", **settings: Any) -> tuple[Any, Any, GrowingGradBuffer]:
+def build(level: Any = "O2", **settings: Any) -> tuple[Any, Any, WholeGradBuffer]:
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
     model, optimizer = fp8_megatron.initialize(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), opt_level=level, **settings
     )
     (buffer,) = [space.grads.buffer for space in optimizer._spaces if space.grads.buffer.scales is not None]
-    assert isinstance(buffer, GrowingGradBuffer)
+    assert isinstance(buffer, WholeGradBuffer)
     return model, optimizer, buffer
 
 
@@ -37,10 +37,10 @@ def forward(model: Any, seed: int, layers: range = range(NUM_LAYERS)) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def small_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing_grads, "_LEAST_SECTION", SECTION)
+    monkeypatch.setattr(whole_grads, "_LEAST_SECTION", SECTION)
 
 
-def memory_of_nans(section: growing_grads.Section) -> None:
+def memory_of_nans(section: whole_grads.Section) -> None:
     """`Section.hold`, where the memory that it gets has been used before."""
     if not section.is_held:
         section.payload.untyped_storage().resize_(section.payload.nbytes)
@@ -112,14 +112,14 @@ def test_weights_are_those_of_memory_that_stays(monkeypatch: pytest.MonkeyPatch,
         return [value.float() for value in model.state_dict().values()]
 
     expected = trained(is_pinned=True)
-    monkeypatch.setattr(growing_grads.Section, "hold", memory_of_nans)
+    monkeypatch.setattr(whole_grads.Section, "hold", memory_of_nans)
     got = trained(is_pinned=False)
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
 
 def test_neighbours_of_gradients_that_the_user_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer has no gradient and lies before one that has: what its new memory held counts for nothing."""
-    monkeypatch.setattr(growing_grads.Section, "hold", memory_of_nans)
+    monkeypatch.setattr(whole_grads.Section, "hold", memory_of_nans)
     model, optimizer, buffer = build()
     before = model[0].weight.dequantize()
     model[1].weight.grad = torch.ones(WIDTH, WIDTH)

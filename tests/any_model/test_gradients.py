@@ -102,7 +102,7 @@ def test_more_gradients_widen_the_storage(num_micro_batches: int, itemsize: int)
         assert snr > (29.0 if step == 0 else 41.0)
     per_weight = optimizer._spaces[0].grads.buffer.dtype.torch_dtype.itemsize
     assert per_weight == itemsize
-    assert optimizer._spaces[0].grads.most_gradients == num_micro_batches
+    assert optimizer._spaces[0].grads.buffer.most_gradients == num_micro_batches
 
 
 def test_a_weight_used_twice_gets_the_sum() -> None:

@@ -15,7 +15,7 @@ from fp8_megatron.any_model.fsdp import FSDPOptimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.device.group import Group
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-from fp8_megatron.sharding.grad_buffer import ShardedGradBuffer
+from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
 from tests.harness.ranks import RankError, RankPool, on_default_group
 
 WIDTH, ROWS = 64, 16

@@ -23,7 +23,7 @@ from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import GradReduceMode, StorageDtype
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.optimizer.split_state import SplitSpaceState
-from fp8_megatron.sharding.grad_buffer import ShardedGradBuffer
+from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
 from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config

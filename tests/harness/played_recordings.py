@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_megatron.any_model.data_parallel import ShardedGrads
-from fp8_megatron.any_model.recorded_grads import RecordedGrads
+from fp8_megatron.any_model.data_parallel import ReplicaGradBuffer
+from fp8_megatron.any_model.recorded_grads import RecordedGrads, storage_of
 from fp8_megatron.any_model.recorded_step import RecordedStep
 
 
@@ -86,9 +86,10 @@ class FakeRecorder(PlayedRecorder):
         step, grads = self.step, self.step._grads
         found = [*step._model.buffers(), *grads._places.values()]
         for space in grads._spaces:
-            sections = getattr(space.written, "sections", [space.written])
+            storage = storage_of(space.buffer)
+            sections = getattr(storage, "sections", [storage])
             found += [section.payload for section in sections]
-            found += [] if space.written.scales is None else [space.written.scales]
+            found += [] if storage.scales is None else [storage.scales]
         for history in step._histories:
             found += [part for part in (history.record, history._written) if part is not None]
         found += [p.grad for p in step._params if p.grad is not None and type(p.grad) is Tensor]
@@ -127,14 +128,12 @@ class FakeRecorder(PlayedRecorder):
 def _knowledge(grads: RecordedGrads) -> list[tuple[Any, dict[str, Any]]]:
     """What Python knows of gradients over replicas beside their notes."""
     found = []
-    for space in grads._spaces:
-        if isinstance(space, ShardedGrads):
-            values = {
-                "_live": set(space._live),
-                **{name: vars(space)[name] for name in ("_is_dirty", "_squared_norms")},
-            }
-            found += [(space, values), (space._replication, {"_is_finished": space._replication._is_finished})]
-            found += [(bucket, {"reduced": bucket.reduced}) for bucket in space.buffer._buckets]
+    for buffer in (space.buffer for space in grads._spaces):
+        if isinstance(buffer, ReplicaGradBuffer):
+            found += [(buffer, {name: vars(buffer)[name] for name in ("_is_dirty", "_squared_norms")})]
+            found += [(buffer.replication, {"_is_finished": buffer.replication._is_finished})]
+            found += [(own, {"in_shard": own.in_shard}) for own in buffer.grads]
+            found += [(bucket, {"reduced": bucket.reduced}) for bucket in buffer._buckets]
     return found
 
 

@@ -24,7 +24,7 @@ from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.quantization.weight_grad import WeightGrad
+from tests.harness.main_grad import KeptGrads
 from tests.harness.ranks import RankPool
 from tests.harness.traffic import counted_traffic
 from tests.mcore.parallel_layer import layer_config
@@ -38,14 +38,6 @@ CPU = torch.device("cpu")
 E4M3_E4M3_DB, E5M2_E4M3_DB = 27.5, 23.5
 #: Three roundings to BF16 (two parts and their sum) against one: 55.6 dB − 10·log10(4) ≈ 49.6, less 1 dB.
 BF16_PARTIALS_DB = 48.5
-
-
-class _KeepsGrad:
-    grad: Tensor
-
-    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
-        assert not hasattr(self, "grad")
-        self.grad = grad.wide() if isinstance(grad, WeightGrad) else grad
 
 
 def _problem(recipe: RecipeName = "tensorwise") -> dict[str, Tensor]:
@@ -96,7 +88,7 @@ def _run_layer(
         x_dim, weight_dim, y_dim = (sequence, 0, -1) if kind == "column" else (-1, 1, sequence)
         whole = ScaledTensor.quantize(p["weight"])
         layer.weight.set_storage(mine(whole.payload, weight_dim), whole.scale)
-        layer.weight.main_grad = _KeepsGrad()
+        layer.weight.main_grad = KeptGrads()
         with torch.no_grad():
             layer.bias.copy_(mine(p["bias"], 0 if kind == "column" else None))
         x = mine(p["x"], x_dim).requires_grad_()
@@ -109,7 +101,7 @@ def _run_layer(
             "gathered_bytes": torch.tensor(gathered_bytes),
             "y": y.detach(),
             "grad_input": x.grad,
-            "grad_weight": layer.weight.main_grad.grad,
+            "grad_weight": layer.weight.main_grad.grads[0],
             "grad_bias": layer.bias.grad,
         }
 

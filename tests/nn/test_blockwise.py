@@ -7,8 +7,6 @@ does not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 from torch import Tensor
@@ -24,23 +22,13 @@ from fp8_megatron.nn.linear import fp8_linear
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.quantization.weight_grad import WeightGrad
+from tests.harness.main_grad import KeptGrads
 
 E4M3_E4M3_DB = 28.5 - 0.5
 #: One rounding to BF16 less 1 dB (test_linear.py).
 BF16_DB = 54.5
 SEQ, BATCH, IN, OUT = 64, 4, 384, 256
 BLOCKS, TILES = Blocks(E4M3), Tiles(E4M3)
-
-
-@dataclass
-class RecordingMainGrad:
-    """A `main_grad` that records the gradients it receives."""
-
-    grads: list[Tensor] = field(default_factory=list)
-
-    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
-        self.grads.append(grad.wide() if isinstance(grad, WeightGrad) else grad.clone())
 
 
 class Problem:
@@ -62,7 +50,7 @@ class Problem:
             blockwise.quantize_blockwise_(self.value.view(-1), payload, scales)
             self.weight = ScaledTensor(payload.view(OUT, IN), scales)
         self.weight.requires_grad_()
-        self.main_grad = RecordingMainGrad()
+        self.main_grad = KeptGrads()
         self.weight.main_grad = self.main_grad  # type: ignore[attr-defined]
         self.bias = normal(OUT).bfloat16().requires_grad_()
         self.cotangent = (normal(SEQ, BATCH, OUT) * torch.tensor([1e-4, 1.0]).repeat_interleave(OUT // 2)).bfloat16()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.nn.chunked_loss import loss_in_chunks
+from tests.harness.main_grad import KeptGrads
 
 S, B, H, V = 40, 3, 16, 50
 
@@ -44,16 +45,9 @@ def test_values_and_gradients(chunk: int) -> None:
 def test_a_vector_reaches_its_main_gradient_in_fp32() -> None:
     """A matrix goes through autograd, in its own dtype."""
 
-    class Collected:
-        def __init__(self) -> None:
-            self.grads: list[Tensor] = []
-
-        def accumulate_(self, grad: Tensor) -> None:
-            self.grads.append(grad)
-
     x, labels, weight, norm, cotangent = operands()
     half_weight = weight.detach().bfloat16().requires_grad_()
-    norm.main_grad = Collected()  # type: ignore[attr-defined]
+    norm.main_grad = KeptGrads()  # type: ignore[attr-defined]
     half_loss = lambda x, labels, w, n, _: token_loss(x, labels, w.float(), n, None)  # noqa: E731
     losses = loss_in_chunks(half_loss, x, labels, (half_weight, norm, None), chunk=16)
     losses.backward(cotangent)

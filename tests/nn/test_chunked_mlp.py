@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,28 +18,10 @@ from fp8_megatron.quantization.early_cast import EarlyCast
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.sources import GradSource
-from fp8_megatron.quantization.weight_grad import WeightGrad
+from tests.harness.main_grad import KeptGrads
 from tests.nn.test_fused import normal
 
 SEQ, BATCH, HIDDEN, FFN, ROWS = 80, 4, 128, 256, 32
-
-
-@dataclass
-class LastMainGrad:
-    """A `main_grad` that counts gradients and keeps the last, in 16 or 32 bits and as FP8 with its scale."""
-
-    wide: list[Tensor] = field(default_factory=list)
-    fp8: Tensor | None = None
-
-    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
-        if isinstance(grad, Tensor):
-            self.wide.append(grad)
-            return
-        self.wide.append(grad.wide())
-        if grad.writes_fp8:
-            payload, scales = torch.empty(grad.shape.numel(), dtype=torch.float8_e4m3fn), torch.empty(1)
-            grad.write_fp8_(payload, scales)
-            self.fp8 = payload.float() * scales
 
 
 @dataclass
@@ -50,7 +32,7 @@ class Result:
     grad_x: Tensor
     norm: Tensor
     biases: list[Tensor]
-    weights: list[LastMainGrad]
+    weights: list[KeptGrads]
     scales: Tensor | None
 
 
@@ -63,7 +45,7 @@ def step(recipe_name: str, *, in_chunks: bool, adds_input: bool, early: bool = F
     if history is not None:
         history.allocate(torch.device("cpu"))
     weights = [ScaledTensor.quantize(normal(*shape, seed=5, size=0.05)) for shape in ((2 * FFN, HIDDEN), (HIDDEN, FFN))]
-    main_grads = [LastMainGrad(), LastMainGrad()]
+    main_grads = [KeptGrads(weight.numel()) for weight in weights]
     for weight, main_grad in zip(weights, main_grads, strict=True):
         weight.requires_grad_().main_grad = main_grad  # type: ignore[attr-defined]
     biases = [normal(size, seed=4, size=0.2).bfloat16().requires_grad_() for size in (2 * FFN, HIDDEN)]
@@ -124,8 +106,8 @@ def test_the_chunks_are_the_whole(recipe: str, early: bool, adds_input: bool) ->
     for mine, theirs in zip(parts.biases, whole.biases, strict=True):
         assert (mine - theirs).abs().max() <= (2**-7 if same_casts else 0.15) * theirs.abs().max()
     for mine, theirs in zip(parts.weights, whole.weights, strict=True):
-        assert len(mine.wide) == len(theirs.wide) == 2  # one a step, whatever the chunks
-        assert (mine.wide[-1] - theirs.wide[-1]).norm() < bound * theirs.wide[-1].norm()
+        assert len(mine.grads) == len(theirs.grads) == 2  # one a step, whatever the chunks
+        assert (mine.grads[-1] - theirs.grads[-1]).norm() < bound * theirs.grads[-1].norm()
         assert (mine.fp8 is None) == (theirs.fp8 is None) == (recipe != "delayed")
         if mine.fp8 is not None and theirs.fp8 is not None:
             apart = mine.fp8 != theirs.fp8  # a value at a border of two rounds to either

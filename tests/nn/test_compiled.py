@@ -16,18 +16,9 @@ from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from tests.harness.main_grad import KeptGrads
 
 RECIPES: tuple[RecipeName, ...] = ("tensorwise", "delayed", "blockwise")
-
-
-class KeepsGrad:
-    """A `main_grad` that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.grads: list[Tensor] = []
-
-    def accumulate_(self, grad: Any) -> None:
-        self.grads.append(grad if isinstance(grad, Tensor) else grad.wide())
 
 
 class Counting:
@@ -113,7 +104,7 @@ def test_under_autocast() -> None:
 def test_gradients_reach_main_grad_and_add_up() -> None:
     model = build_model()
     expected = run(model, model, (32,), torch.float32, x_needs_grad=False)
-    grads = {layer: KeepsGrad() for layer in model if isinstance(layer, FP8Linear)}
+    grads = {layer: KeptGrads() for layer in model if isinstance(layer, FP8Linear)}
     for layer, keeps in grads.items():
         layer.weight.main_grad = keeps
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -130,7 +121,7 @@ def test_a_backward_that_asks_for_some_gradients_leaves_the_others(has_main_grad
     model = build_model()
     if has_main_grad:
         for layer in (model[0], model[2]):
-            layer.weight.main_grad = KeepsGrad()  # type: ignore[union-attr]
+            layer.weight.main_grad = KeptGrads()  # type: ignore[union-attr]
     compiled = torch.compile(model, backend=aot_eager, fullgraph=True)
     x = torch.randn(32, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
     y = compiled(x).square().sum()

@@ -6,7 +6,6 @@ one (24.5 dB). Bounds are those powers added over the GEMMs on the way, less 1 d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
@@ -24,20 +23,10 @@ from fp8_megatron.nn.rope import cos_sin_table, rope_frequencies
 from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.quantization.weight_grad import WeightGrad
+from tests.harness.main_grad import KeptGrads
 
 SEQ, BATCH, HIDDEN, WIDE = 32, 4, 128, 256
 RECIPES = pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-
-
-@dataclass
-class RecordingMainGrad:
-    """A `main_grad` that records the gradients it receives."""
-
-    grads: list[Tensor] = field(default_factory=list)
-
-    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
-        self.grads.append(grad.wide() if isinstance(grad, WeightGrad) else grad.clone())
 
 
 def normal(*shape: int, seed: int, size: float) -> Tensor:
@@ -48,7 +37,7 @@ def fp8_weight(rows: int, columns: int, seed: int) -> tuple[ScaledTensor, Tensor
     value = normal(rows, columns, seed=seed, size=0.05)
     weight = ScaledTensor.quantize(value)
     weight.requires_grad_()
-    weight.main_grad = RecordingMainGrad()  # type: ignore[attr-defined]
+    weight.main_grad = KeptGrads()  # type: ignore[attr-defined]
     return weight, value.double().requires_grad_()
 
 
@@ -257,7 +246,7 @@ def test_vectors_give_their_gradients_to_main_grad_in_fp32() -> None:
         params = {name: leaf(normal(size, seed=3, size=0.2) + 1)[0] for name, size in names.items()}
         for param in params.values():
             if with_main_grad:
-                param.main_grad = RecordingMainGrad()  # type: ignore[attr-defined]
+                param.main_grad = KeptGrads()  # type: ignore[attr-defined]
         (qkv, _), (fc1, _), (fc2, _) = (
             fp8_weight(*shape, seed=5) for shape in ((WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE))
         )

@@ -8,7 +8,7 @@ powers of a GEMM's two operands add: E4M3 × E4M3 keeps 28.5 dB, E5M2 × E4M3 24
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.quantization.weight_grad import WeightGrad
+from tests.harness.main_grad import KeptGrads
 
 E4M3_E4M3_DB = 28.5 - 0.5
 E5M2_E4M3_DB = 24.5 - 0.5
@@ -36,16 +36,6 @@ SIZE_M, SIZE_K = 128, 256
 
 
 @dataclass
-class RecordingMainGrad:
-    """A `main_grad` that records the gradients it receives."""
-
-    grads: list[Tensor] = field(default_factory=list)
-
-    def accumulate_(self, grad: Tensor | WeightGrad) -> None:
-        self.grads.append(grad.wide() if isinstance(grad, WeightGrad) else grad.clone())
-
-
-@dataclass
 class Problem:
     """A layer's tensors and a random cotangent, all with different magnitudes."""
 
@@ -54,7 +44,7 @@ class Problem:
     weight: ScaledTensor
     bias: Tensor
     cotangent: Tensor
-    main_grad: RecordingMainGrad
+    main_grad: KeptGrads
 
     def linear(self, quantizers: LinearQuantizers, x: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return fp8_linear(self.x if x is None else x, LinearParams(self.weight, bias, quantizers))
@@ -73,7 +63,7 @@ def make_problem(seed: int = 0, fp16_weight: bool = False) -> Problem:
         ops.quantize_blockwise_(value.view(-1), payload, scales)
         weight = ScaledTensor(payload.view(OUT, IN), scales)
     weight.requires_grad_()
-    main_grad = RecordingMainGrad()
+    main_grad = KeptGrads()
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     return Problem(
         x=normal(SEQ, BATCH, IN, size=3.0).bfloat16().requires_grad_(),

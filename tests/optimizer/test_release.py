@@ -133,19 +133,19 @@ def _reads_and_writes(config: Config) -> list[tuple[str, int]]:
     events: list[tuple[str, int]] = []
 
     def work(gpt: TinyGPT, config: Config) -> None:
-        read, write = ScaledTensor.gemm_operand, ReleasedGradBuffer._write
+        read, write = ScaledTensor.gemm_operand, ReleasedGradBuffer.add
 
         def recorded_read(self: ScaledTensor, format: Format, *, transposed: bool = False) -> Quantized:
             events.append(("read", self.payload.data_ptr()))
             return read(self, format, transposed=transposed)
 
-        def recorded_write(self: ReleasedGradBuffer, slot: Any, grad: Tensor) -> None:
-            events.append(("write", slot.param.payload.data_ptr()))
-            write(self, slot, grad)
+        def recorded_write(self: ReleasedGradBuffer, gradient: Any, grad: Tensor) -> None:
+            events.append(("write", gradient.param.payload.data_ptr()))
+            write(self, gradient, grad)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ScaledTensor, "gemm_operand", recorded_read)
-            patch.setattr(ReleasedGradBuffer, "_write", recorded_write)
+            patch.setattr(ReleasedGradBuffer, "add", recorded_write)
             forward_backward(gpt, config, random_batches(1, 1)[0])
 
     in_one_rank(work, config)
@@ -185,17 +185,17 @@ def _with_bad_gradients(config: Config, all_bad: bool) -> tuple[list[str], float
         bad = {slot.offset for slot in buffer.space.slots[2:3]}
         if all_bad:
             bad = {slot.offset for slot in buffer.space.slots}
-        write = ReleasedGradBuffer._write
+        write = ReleasedGradBuffer.add
 
-        def spoilt(self: ReleasedGradBuffer, slot: Any, grad: Tensor) -> None:
-            if slot.offset in bad:
+        def spoilt(self: ReleasedGradBuffer, gradient: Any, grad: Tensor) -> None:
+            if gradient.slot.offset in bad:
                 grad = grad.clone()
                 grad[-1] = torch.nan
-            write(self, slot, grad)
+            write(self, gradient, grad)
 
         before = _state_of(gpt)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ReleasedGradBuffer, "_write", spoilt)
+            patch.setattr(ReleasedGradBuffer, "add", spoilt)
             forward_backward(gpt, config, random_batches(1, 1)[0])
             norm = gpt.optimizer.step().item()
         moved = {name for name, value in _state_of(gpt).items() if value != before[name]}
@@ -253,10 +253,10 @@ def test_a_step_that_a_cast_skips_is_not_counted(ranks: RankPool) -> None:
 def _second_gradient(config: Config) -> str:
     def work(gpt: TinyGPT, config: Config) -> str:
         buffer, _ = linear_part(gpt)
-        slot = buffer.space.slots[0]
-        buffer.accumulate_(slot, torch.ones(slot.param.shape))
+        own = buffer.gradients[0]
+        own.accumulate_(torch.ones(own.param.shape))
         with pytest.raises(AssertionError) as caught:
-            buffer.accumulate_(slot, torch.ones(slot.param.shape))
+            own.accumulate_(torch.ones(own.param.shape))
         return str(caught.value)
 
     return in_one_rank(work, config)

@@ -23,7 +23,7 @@ from torch import Tensor
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.mcore.gpt import ModelChunk
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.sharding.grad_buffer import GradBuffer
+from fp8_megatron.sharding.gradient import GradBuffer
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_gpt import (
     GPT3_STYLE,

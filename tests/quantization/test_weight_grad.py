@@ -12,7 +12,7 @@ from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import WEIGHT_GRAD_HEADROOM, Recipe
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.quantization.weight_grad import WeightGrad
+from fp8_megatron.quantization.weight_grad import GradPlace, WeightGrad
 
 SHAPE, TOKENS = (48, 80), 64
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def test_a_sum_is_rounded_once_a_micro_batch(dtype: torch.dtype) -> None:
     for micro_batch in range(4):
         grad, own = make_grad(None, size=3.0 ** (micro_batch - 2), seed=micro_batch)
         before = total.double() if micro_batch else torch.zeros_like(exact)
-        grad.write_wide_(total, adds=micro_batch > 0)
+        grad.write_(GradPlace(total, None, adds=micro_batch > 0))
         # FP32 holds the products' sum to 2^-20 of its terms; then one rounding.
         slack = 2.0**-20 * (own.abs() + before.abs()) + 2.0**-18 * 3.0 ** (micro_batch - 2)
         rounding = torch.finfo(dtype).eps / 2 * (before + own).abs()
@@ -163,7 +163,7 @@ def test_a_delayed_scale_that_has_no_amax_yet_gets_it_from_a_sum() -> None:
     total = torch.empty(SHAPE, dtype=torch.bfloat16)
     for micro_batch in range(2):
         grad, exact = make_grad(scale, size=1 + micro_batch, seed=0)
-        grad.write_wide_(total, adds=micro_batch > 0)
+        grad.write_(GradPlace(total, None, adds=micro_batch > 0))
     assert snr_db(exact * 1.5, total) > 40
     history.update(None)
     expected = exact.abs().max().float() * WEIGHT_GRAD_HEADROOM / MAX_FINITE[E4M3]

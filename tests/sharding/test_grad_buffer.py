@@ -13,17 +13,18 @@ from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.sharding.grad_buffer import LocalGradBuffer
+from fp8_megatron.sharding.gradient import GradState
 from fp8_megatron.sharding.partition import CHUNK, StorageClass, partition
 from fp8_megatron.sharding.storage import MAX_BF16_MICRO_BATCHES, ModelStorage
+from fp8_megatron.sharding.whole_grads import WholeGradBuffer
 
 SHAPES = {"a": (64, 64), "b": (30, 50), "c": (128, 96)}  # b is padded
 
 
-def make_buffer(dtype: StorageDtype) -> tuple[LocalGradBuffer, dict[str, torch.nn.Parameter]]:
+def make_buffer(dtype: StorageDtype) -> tuple[WholeGradBuffer, dict[str, torch.nn.Parameter]]:
     params = {name: torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape))) for name, shape in SHAPES.items()}
     (space,) = partition(params.items())
-    buffer = LocalGradBuffer(space, dtype)
+    buffer = WholeGradBuffer(space, dtype)
     buffer.become_main_grad()
     return buffer, params
 
@@ -41,7 +42,7 @@ def write(params: dict[str, torch.nn.Parameter], grads: dict[str, Tensor]) -> No
         params[name].main_grad.accumulate_(grad)  # type: ignore[attr-defined]
 
 
-def values(buffer: LocalGradBuffer) -> dict[str, Tensor]:
+def values(buffer: WholeGradBuffer) -> dict[str, Tensor]:
     """Stored gradients in FP32; asserts that the padding is zero."""
     flat = blockwise.load_state(buffer.payload, buffer.scales)
     for slot in buffer.space.slots:
@@ -104,7 +105,7 @@ def test_the_default_keeps_30_db_of_any_number_of_micro_batches(
     formats = ModelStorage(num_micro_batches=num_micro_batches).of_grads(kind)
     params = {"a": torch.nn.Parameter(torch.ones(32, 64))}
     (space,) = partition(params.items())
-    buffer = LocalGradBuffer(space, formats.local)
+    buffer = WholeGradBuffer(space, formats.local)
     buffer.become_main_grad()
     generator = torch.Generator().manual_seed(1)
     shared, exact = torch.randn(32, 64, generator=generator), torch.zeros(32, 64, dtype=torch.float64)
@@ -112,7 +113,7 @@ def test_the_default_keeps_30_db_of_any_number_of_micro_batches(
         grad = (shared + noise * torch.randn(32, 64, generator=generator)).bfloat16()
         exact += grad.double()
         params["a"].main_grad.accumulate_(grad)  # type: ignore[attr-defined]
-    assert snr_db(buffer.flat(space.slots[0]).view(32, 64), exact) > 35.0
+    assert snr_db(buffer.flat(buffer.gradients[0]).view(32, 64), exact) > 35.0
     assert buffer.nbytes == space.numel * (2 if num_micro_batches <= MAX_BF16_MICRO_BATCHES else 4)
     asked_for = ModelStorage(num_micro_batches=num_micro_batches, accumulator=StorageDtype.BF16)
     assert asked_for.of_grads(kind).local is StorageDtype.BF16
@@ -140,6 +141,18 @@ def test_slots_that_no_gradient_reached_are_zero(dtype: StorageDtype) -> None:
     exact = sum(value.double().square().sum().item() for value in stored.values())
     # FP32 sum of 22,000 squares in partial sums: far better than 10⁻⁵.
     assert norm == pytest.approx(exact, rel=1e-5)
+
+
+def test_a_gradient_says_what_is_stored() -> None:
+    buffer, params = make_buffer(StorageDtype.BF16)
+    own = buffer.gradients[0]
+    assert own is params["a"].main_grad and own.state is GradState.EMPTY  # type: ignore[attr-defined]
+    states = []
+    for seed in range(3):
+        write(params, random_grads(seed))
+        states.append(own.state)
+    buffer.reset()
+    assert [*states, own.state] == [GradState.ONE, GradState.SUM, GradState.SUM, GradState.EMPTY]
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:

@@ -22,14 +22,16 @@ from fp8_megatron.dtypes import E4M3, E5M2, GradReduceMode, StorageDtype
 from fp8_megatron.formats.format import Quantized
 from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.kernels import ops
+from fp8_megatron.nn.gemms import LinearParams, delivered_wgrad
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
-from fp8_megatron.sharding.grad_buffer import LocalGradBuffer, ShardedGradBuffer
+from fp8_megatron.sharding.gradient import GradState
 from fp8_megatron.sharding.partition import CHUNK, ParamSpace, StorageClass, partition
 from fp8_megatron.sharding.replicas import Replicas, Sharing
+from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
 from fp8_megatron.sharding.staging import StagingPool
 from fp8_megatron.sharding.storage import ModelStorage
 from fp8_megatron.sharding.transport import SendMemory
@@ -77,7 +79,7 @@ def _reduce(
         node_groups = new_node_groups([list(range(group.size()))], 2)
     reducer = GradReducer(mode, group, node_groups)
     pool = StagingPool(reducer.wire_dtype if dtype is StorageDtype.FP8 else dtype, SendMemory(CPU))
-    accumulator = LocalGradBuffer(space, StorageDtype.BF16) if local else None
+    accumulator = StorageDtype.BF16 if local else None
     buffer = ShardedGradBuffer(space, reducer, pool, local=accumulator, num_micro_batches=num_micro_batches)
     buffer.become_main_grad()
     means = []
@@ -169,9 +171,8 @@ def _leaves_during_backward(group: Group) -> list[tuple[int, int]]:
     """(buckets reduced before `finish`, buckets) of steps of one, two and three micro-batches, added locally."""
     space, params = make_space(group, CHUNK * group.size())
     pool = StagingPool(StorageDtype.FP8, SendMemory(CPU))
-    local = LocalGradBuffer(space, StorageDtype.BF16)
     reducer = GradReducer(GradReduceMode.ALL_TO_ALL, group)
-    buffer = ShardedGradBuffer(space, reducer, pool, local=local, num_micro_batches=3)
+    buffer = ShardedGradBuffer(space, reducer, pool, local=StorageDtype.BF16, num_micro_batches=3)
     buffer.become_main_grad()
     counts = []
     for num_micro_batches in (1, 2, 3):
@@ -195,6 +196,27 @@ def test_buckets_leave_during_backward_and_buffers_are_reused(ranks: RankPool) -
         assert sum(started) == num_buckets >= 3 and started[-1] == 0
         assert sum(count > 0 for count in started) >= 2
         assert num_buffers <= 3
+
+
+def _states(group: Group) -> list[set[GradState]]:
+    """Of all gradients: before and after they are written, after `finish`, and after `reset`."""
+    space, params = make_space(group, 1 << 30)
+    pool = StagingPool(StorageDtype.FP8, SendMemory(CPU))
+    buffer = ShardedGradBuffer(space, GradReducer(GradReduceMode.ALL_TO_ALL, group), pool)
+    buffer.become_main_grad()
+    found = [{own.state for own in buffer.gradients}]
+    for name in SHAPES:
+        params[name].main_grad.accumulate_(gradient(name, group.rank(), 0))
+    found.append({own.state for own in buffer.gradients})
+    for end in (buffer.finish, buffer.reset):
+        end()
+        found.append({own.state for own in buffer.gradients})
+    return found
+
+
+def test_a_gradient_is_in_flight_until_its_mean_is_there(ranks: RankPool) -> None:
+    expected = [{GradState.EMPTY}, {GradState.IN_FLIGHT}, {GradState.SUM}, {GradState.EMPTY}]
+    assert ranks.run(on_default_group, _states, num_ranks=2) == [expected, expected]
 
 
 def _bad_block(group: Group) -> tuple[list[str], Tensor]:
@@ -251,6 +273,7 @@ def _reduce_what_gemms_write(group: Group) -> list[float]:
     recipe = Recipe("delayed", False, history, delays_weight_grads=True)
     shapes = {"a": (64, 64), "b": (48, 80), "c": (128, 96), "d": (16, 16)}  # b and d are padded
     params = {name: torch.nn.Parameter(ScaledTensor.quantize(torch.ones(shape))) for name, shape in shapes.items()}
+    quantizers = recipe.linear_quantizers()
     scales = {name: recipe.linear_quantizers().weight_grad for name in shapes}
     history.allocate(CPU)
     (space,) = partition(params.items(), over(group), bucket_numel=1, whole_linears=True)
@@ -274,7 +297,7 @@ def _reduce_what_gemms_write(group: Group) -> list[float]:
                 if rank == group.rank():
                     assert grad.writes_fp8 == (step == 1)
                     with mock.patch.object(ops, "quantize_blockwise_", _never if step else ops.quantize_blockwise_):
-                        params[name].main_grad.accumulate_(grad)  # type: ignore[attr-defined]
+                        delivered_wgrad(grad, LinearParams(params[name], None, quantizers))
         buffer.finish()
         history.update(group)
     return [snr_db(value, exact[name]) for name, value in whole(buffer).items()]

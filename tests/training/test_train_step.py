@@ -14,7 +14,7 @@ import torch
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.quantization.cast_report import CastReport, Role, SlotName, Suspect
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
-from fp8_megatron.sharding.grad_buffer import GradBuffer
+from fp8_megatron.sharding.gradient import GradBuffer
 from fp8_megatron.training import training_run
 from fp8_megatron.training.stopping import StopReason, request_of
 from fp8_megatron.training.train_step import _over_ranks
