@@ -103,11 +103,6 @@ class CheckpointWriter:
         self._error: CheckpointError | None = None
         self._own = self._own_at_start(resumed_at) if topology.rank == 0 else []
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank is saving in the background."""
-        return self._thread is not None and self._thread.is_alive()
-
     def prepare(self, state: Resumable) -> None:
         """Pin the host memory of a save in the background; torch keeps it. Pinning takes seconds, once."""
         if self._in_background and state.device.type == "cuda":

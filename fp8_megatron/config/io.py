@@ -294,13 +294,13 @@ def own_and_run_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags[:end], flags[end + 1 :]
 
 
-def load_config(path: str | Path, base: Config | None = None) -> Config:
-    """`base`, or the defaults, overridden by a YAML file. Its keys are under their sections or at the top level.
+def load_config(path: str | Path) -> Config:
+    """The defaults, overridden by a YAML file. Its keys are under their sections or at the top level.
 
     Raises:
         ConfigError: as in `parse_command_line`; lists all problems of the file, one per line.
     """
-    return _overridden(base or Config(), _read_file(path))
+    return _overridden(Config(), _read_file(path))
 
 
 def stated_settings(path: str | Path) -> frozenset[str]:

@@ -59,12 +59,10 @@ class ExportedTokenizer:
     Attributes:
         message: what was exported, for the user.
         token_ids: ``eos_token_id`` and the like, for config.json.
-        is_complete: whether Hugging Face's tools can load it.
     """
 
     message: str
     token_ids: Mapping[str, Any] = field(default_factory=dict)
-    is_complete: bool = False
 
 
 def export_tokenizer(data: DataConfig, folder: Path) -> ExportedTokenizer:
@@ -134,7 +132,7 @@ def _export_files(data: DataConfig, folder: Path) -> ExportedTokenizer:
         assert isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer)
         tokenizer.save(folder)
         message = f"tokenizer: that of {model}{_left_out(tokenizer)}"
-        return ExportedTokenizer(message, {"eos_token_id": tokenizer.eod}, True)
+        return ExportedTokenizer(message, {"eos_token_id": tokenizer.eod})
     if kind == "HuggingFaceTokenizer":
         return _export_folder(model, folder, options)
     sentences = SentencePieceTokenizer(str(model))
@@ -151,7 +149,7 @@ def _export_files(data: DataConfig, folder: Path) -> ExportedTokenizer:
         return ExportedTokenizer(f"tokenizer: tokenizer.model alone, without tokenizer.json: {problem}", ids)
     converted.save(str(folder / "tokenizer.json"))
     _write_settings(folder, settings)
-    return ExportedTokenizer(f"tokenizer: {model} and a tokenizer.json that gives the same ids", ids, True)
+    return ExportedTokenizer(f"tokenizer: {model} and a tokenizer.json that gives the same ids", ids)
 
 
 def _export_folder(model: Path, folder: Path, options: TokenizerOptions) -> ExportedTokenizer:
@@ -164,13 +162,13 @@ def _export_folder(model: Path, folder: Path, options: TokenizerOptions) -> Expo
     except UserError as error:  # no transformers, or no end token
         if special_tokens:
             raise
-        return ExportedTokenizer(f"{message}; {error}", _their_token_ids(model), bool(copied))
+        return ExportedTokenizer(f"{message}; {error}", _their_token_ids(model))
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     if special_tokens:
         tokenizer.save(folder)
     if not _names_class(folder):
         _name_class(folder, tokenizer)
-    return ExportedTokenizer(message + _left_out(tokenizer), tokenizer.special_ids, bool(copied))
+    return ExportedTokenizer(message + _left_out(tokenizer), tokenizer.special_ids)
 
 
 def _left_out(tokenizer: Tokenizer) -> str:
@@ -198,10 +196,9 @@ def copy_tokenizer(
     message = f"copied from {source}: {', '.join(copied)}" if copied else f"no tokenizer: {source} has none"
     if copied == [_GENERATION]:
         message += "; it has no tokenizer"
-    has_tokenizer = any((source / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
     if model_changes_type and any((source / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         message += _keep_class(source, folder)
-    return ExportedTokenizer(message, token_ids, has_tokenizer)
+    return ExportedTokenizer(message, token_ids)
 
 
 @dataclass(frozen=True)

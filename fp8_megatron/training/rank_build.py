@@ -48,7 +48,6 @@ class RankMemory:
         stage: its pipeline stage.
         state: weights, gradients, optimizer state and their scales.
         wire_buffers: send and receive buffers of gradients.
-        built: all that is held between two steps.
         peak: the most that is held within a step.
         validation: the most that a step of validation holds beside what is held between two steps.
     """
@@ -56,7 +55,6 @@ class RankMemory:
     stage: int
     state: StorageBytes
     wire_buffers: int
-    built: int
     peak: int
     validation: int
 
@@ -98,10 +96,8 @@ def build_rank(config: Config, *, world_size: int, stage: int) -> RankMemory:
         for _ in range(_NUM_STEPS):
             batches = iter([_batch(config)] * num_micro_batches)
             train_step(state, batches, num_micro_batches=num_micro_batches)
-        held, built, peak = measured_storage(state), live.now, live.peak
-        return RankMemory(
-            stage, held.linear + held.rest, state.staging.nbytes, built, peak, _validation_bytes(state, live)
-        )
+        held, peak = measured_storage(state), live.peak
+        return RankMemory(stage, held.linear + held.rest, state.staging.nbytes, peak, _validation_bytes(state, live))
 
 
 @torch.no_grad()
