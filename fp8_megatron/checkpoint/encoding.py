@@ -1,8 +1,8 @@
-"""State in the dtype that training stores it in: one rectangle of a tensor as a record of bytes, and back to FP32.
+"""State in the dtype that training stores it in: one rectangle of a tensor as a run of bytes, and back to FP32.
 
-A record is a safetensors document with the tensors `scales`, `payload` and, for split masters, `correction`. It can be
-decoded without the rest of the checkpoint. `torch.save` takes three times the CPU time of a record's checksum;
-safetensors' own writer copies each tensor twice. Here a record is written from the state's own memory.
+An encoded rectangle is a safetensors document with the tensors `scales`, `payload` and, for split masters,
+`correction`. It can be decoded without the rest of the checkpoint. `torch.save` takes three times the CPU time of its
+checksum; safetensors' own writer copies each tensor twice. Here it is written from the state's own memory.
 
 Scales belong to blocks of 256 elements of a rank's flat parameter. A rectangle may begin and end inside a block. It
 then holds the whole block's scale, and the place of its first element in its block.
@@ -23,10 +23,10 @@ from ..dtypes import STATE_BLOCK, StorageDtype
 from ..kernels import ops
 from .placement import Shape
 
-#: A record begins with the length of its header, in this many bytes.
+#: An encoded rectangle begins with the length of its header, in this many bytes.
 HEAD_BYTES = 8
 _MAX_HEADER_BYTES = 4096
-#: Tensors of a record begin at a multiple of this many bytes.
+#: Its tensors begin at a multiple of this many bytes.
 _ALIGNMENT = 64
 #: Storage dtypes without their scales, which are FP32 for one block or, for a split master, for the parameter.
 _BY_DTYPE = {dtype.torch_dtype: dtype for dtype in StorageDtype if dtype is not StorageDtype.SPLIT}
@@ -117,39 +117,39 @@ class Encoded:
         return replace(self, **moved)
 
     def write(self, file: _Sink) -> None:
-        """Append the record to a file. The tensors are on the CPU."""
+        """Append the encoded rectangle to a file. The tensors are on the CPU."""
         file.write(_header(self.form, math.prod(self.shape), self.first))
         for _, tensor in self._tensors():
             file.write(memoryview(tensor.contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) in the order of the record: a tensor of smaller elements follows one of larger ones."""
+        """(name, tensor) in the order of the file: a tensor of smaller elements follows one of larger ones."""
         named = (("scales", self.scales), ("payload", self.payload), ("correction", self.correction))
         return ((name, tensor) for name, tensor in named if tensor is not None)
 
 
-def is_record(head: bytes) -> bool:
-    """Whether bytes begin a record: a header's length comes first. An archive of `torch.save` begins otherwise."""
+def is_encoded(head: bytes) -> bool:
+    """Whether bytes begin an encoded rectangle, with a header's length. Archives of `torch.save` do not."""
     return len(head) >= HEAD_BYTES and 0 < int.from_bytes(head[:HEAD_BYTES], "little") <= _MAX_HEADER_BYTES
 
 
-def decode_record(record: Tensor, shape: Shape) -> Encoded:
-    """The rectangle of `shape` in a record, uint8 [bytes] (views).
+def decode(content: Tensor, shape: Shape) -> Encoded:
+    """The rectangle of `shape` in its encoding, uint8 [bytes] (views).
 
     Raises:
-        ValueError: the record does not hold such a rectangle; says what differs.
+        ValueError: it does not hold such a rectangle; says what differs.
     """
-    size = int.from_bytes(record[:HEAD_BYTES].numpy().tobytes(), "little")
+    size = int.from_bytes(content[:HEAD_BYTES].numpy().tobytes(), "little")
     start = HEAD_BYTES + size
-    form, first = _described(record[HEAD_BYTES:start].numpy().tobytes(), math.prod(shape))
+    form, first = _described(content[HEAD_BYTES:start].numpy().tobytes(), math.prod(shape))
     layout = _layout(form, math.prod(shape), first)
     size = start + sum(numel * dtype.itemsize for _, dtype, numel in layout)
-    if size != record.numel():
-        raise ValueError(f"a record of {record.numel()} bytes, and {size} belong to {form.value} of shape {shape}")
+    if size != content.numel():
+        raise ValueError(f"a rectangle of {content.numel()} bytes, and {size} belong to {form.value} of shape {shape}")
     tensors = {}
     for name, dtype, numel in layout:
         stop = start + numel * dtype.itemsize
-        tensors[name] = record[start:stop].view(dtype)
+        tensors[name] = content[start:stop].view(dtype)
         start = stop
     scales = tensors.get("scales")
     if scales is not None and not (scales.isnan() | ((scales > 0) & scales.isfinite())).all():
@@ -175,14 +175,14 @@ def _described(header: bytes, numel: int) -> tuple[StorageDtype, int]:
 
 
 def _header(form: StorageDtype, numel: int, first: int) -> bytes:
-    """A record's length and JSON, padded with spaces."""
+    """The length and the JSON of an encoding, padded with spaces."""
     text = json.dumps(_description(form, numel, first), separators=(",", ":")).encode()
     text += b" " * (-(HEAD_BYTES + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(HEAD_BYTES, "little") + text
 
 
 def _description(form: StorageDtype, numel: int, first: int) -> dict[str, object]:
-    """A record's JSON, as safetensors defines it."""
+    """The JSON of an encoding, as safetensors defines it."""
     content: dict[str, object] = {"__metadata__": {"form": form.value, "first": str(first)}}
     start = 0
     for name, dtype, length in _layout(form, numel, first):
@@ -193,7 +193,7 @@ def _description(form: StorageDtype, numel: int, first: int) -> dict[str, object
 
 
 def _layout(form: StorageDtype, numel: int, first: int) -> list[tuple[str, torch.dtype, int]]:
-    """(name, dtype, elements) of a record's tensors, in order."""
+    """(name, dtype, elements) of the tensors of an encoding, in order."""
     if form is StorageDtype.SPLIT:
         payload = StorageDtype.FP8.torch_dtype
         return [("scales", torch.float32, 1), ("payload", payload, numel), ("correction", form.torch_dtype, numel)]

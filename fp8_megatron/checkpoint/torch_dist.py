@@ -3,7 +3,7 @@
 A folder holds ``*.distcp`` files of concatenated rectangles and ``.metadata``: a pickle of
 torch.distributed.checkpoint's `Metadata` that says which rectangle of which tensor is where. In ``torch_dist`` each
 rectangle is FP32 as `torch.save` writes it, and megatron-core can read the folder. It adds ``metadata.json``, the
-format's name, and ``common.pt``. In this project's own format each rectangle is a record in its storage dtype
+format's name, and ``common.pt``. In this project's own format each rectangle is encoded in its storage dtype
 (`encoding`); ``metadata.json`` has another name, so megatron-core refuses the folder. The reader here reads both.
 Reading executes nothing.
 
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .encoding import HEAD_BYTES, Encoded, decode_record, is_record
+from .encoding import HEAD_BYTES, Encoded, decode, is_encoded
 from .files import CheckpointError, reread
 from .manifest import ChecksummedFile, FileEntry, in_order, write_file
 from .metadata_file import METADATA, Written, pickled, read_metadata
@@ -311,8 +311,8 @@ class TorchDistReader:
 def _read(path: Path, item: Written, *, pinned: bool) -> Tensor | Encoded:
     with path.open("rb", buffering=0) as file:
         part = _PartOfFile(file, item.start, item.length)
-        if is_record(part.head()):
-            return decode_record(part.content(pinned=pinned), item.sizes)
+        if is_encoded(part.head()):
+            return decode(part.content(pinned=pinned), item.sizes)
         return read_tensor(part)  # type: ignore[arg-type]  # it has what zipfile and torch ask of a stream
 
 
@@ -326,7 +326,7 @@ class _PartOfFile(io.RawIOBase):
         self._position = 0
 
     def head(self) -> bytes:
-        """The first bytes, as many as tell a record."""
+        """The first bytes, as many as tell an encoded rectangle."""
         start = self.read(min(HEAD_BYTES, self._length))
         self._position = 0
         return start

@@ -139,7 +139,7 @@ class MetricsLogger:
         self.close()
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Record one step. Prints its line for the first, the last, every log_interval-th and every non-finite step."""
+        """Log one step. Prints its line for the first, the last, every log_interval-th and every non-finite step."""
         if not self._is_writer:
             return
         first = self._history.num_session_steps == 0
@@ -153,7 +153,7 @@ class MetricsLogger:
             self._progress.update(self._steps_to(metrics.iteration), metrics.loss)
 
     def log_eval(self, metrics: EvalMetrics) -> None:
-        """Record and show one validation or test.
+        """Log one validation or test.
 
         A run that is started again at its end replaces its last ones in metrics.jsonl. Sinks, which replace nothing,
         keep the first.
@@ -171,7 +171,7 @@ class MetricsLogger:
         logger.info("%s", eval_line(metrics, self._total_iterations))
 
     def log_health(self, sample: HealthSample) -> None:
-        """Record the casts of one sampled step: all of them in health.jsonl, the worst ones in the other outputs."""
+        """Log the casts of one sampled step: all of them in health.jsonl, the worst ones in the other outputs."""
         if not self._is_writer or not sample.casts:
             return
         self._health_file.append(sample.row())

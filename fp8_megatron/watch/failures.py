@@ -73,7 +73,7 @@ def watched_world(
     """
     with ExitStack() as stack:
         if world_size() > 1:
-            stack.enter_context(flight_recorder.recording(output_dir))
+            stack.enter_context(flight_recorder.enabled(output_dir))
         watch = RankWatch(timeout_seconds, output_dir)
         # Entered first, left last: leaving a process group may hang too when a rank is gone.
         stack.callback(watch.stop)

@@ -30,7 +30,7 @@ _PACKAGES = ("fp8_megatron", "megatron")
 
 
 @contextmanager
-def recording(folder: Path) -> Iterator[None]:
+def enabled(folder: Path) -> Iterator[None]:
     """Record collectives, and write the record into `folder` when one fails; entered before the process group is made.
 
     Variables that the environment already sets stay; the others are restored at the end. Every rank's file is

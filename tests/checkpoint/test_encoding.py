@@ -1,4 +1,4 @@
-"""State in its storage dtypes: any rectangle decodes to its values, forged records are refused, files are small, and
+"""State in its storage dtypes: any rectangle decodes to its values, forged ones are refused, files are small, and
 every layout reads what an FP32 checkpoint of the same state gives.
 """
 
@@ -20,7 +20,7 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from fp8_megatron.checkpoint.description import read_description
-from fp8_megatron.checkpoint.encoding import Encoded, decode_record, is_record
+from fp8_megatron.checkpoint.encoding import Encoded, decode, is_encoded
 from fp8_megatron.checkpoint.files import META, CheckpointError
 from fp8_megatron.checkpoint.manifest import write_file, write_manifest
 from fp8_megatron.checkpoint.metadata_file import read_metadata
@@ -72,8 +72,8 @@ def test_a_rectangle_is_decoded_alone(form: str) -> None:
     for start, shape in ((0, (1024,)), (256, (2, 256)), (3, (1, 200)), (250, (1, 3, 7)), (255, (2,)), (1023, (1,))):
         part = run.rectangle(start, shape)
         content = bytes_of(part)
-        assert is_record(content)
-        read = decode_record(tensor_of(content), shape)
+        assert is_encoded(content)
+        read = decode(tensor_of(content), shape)
         expected = values[start : start + torch.Size(shape).numel()].view(shape)
         assert torch.equal(part.decode(), expected) and torch.equal(read.decode(), expected), (start, shape)
         tensors = safetensors.torch.load(content)
@@ -81,16 +81,16 @@ def test_a_rectangle_is_decoded_alone(form: str) -> None:
         assert len(content) < part.nbytes + 512
 
 
-def test_an_archive_of_torch_is_no_record() -> None:
+def test_an_archive_of_torch_is_no_encoding() -> None:
     for legacy in (False, True):
         file = io.BytesIO()
         torch.save(torch.ones(3), file, _use_new_zipfile_serialization=not legacy)
-        assert not is_record(file.getvalue())
-    assert not is_record(b"") and not is_record(b"\1\0\0")
+        assert not is_encoded(file.getvalue())
+    assert not is_encoded(b"") and not is_encoded(b"\1\0\0")
 
 
 def _about(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """A change of a record's description."""
+    """A change of a description."""
 
     def changed(content: bytes) -> bytes:
         size = int.from_bytes(content[:8], "little")
@@ -131,15 +131,15 @@ FORGERIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "zero scale": (_scale(0.0), "a scale that is negative, zero or infinite"),
     "negative scale": (_scale(-1.0), "a scale that is negative"),
     "infinite scale": (_scale(torch.inf), "a scale that is negative, zero or infinite"),
-    "short": (lambda content: content[:-1], "a record of 2255 bytes, and 2256 belong to fp16"),
-    "long": (lambda content: content + b"\0", "a record of .* bytes, and .* belong to fp16"),
+    "short": (lambda content: content[:-1], "a rectangle of 2255 bytes, and 2256 belong to fp16"),
+    "long": (lambda content: content + b"\0", "a rectangle of .* bytes, and .* belong to fp16"),
     "header alone": (lambda content: content[:40] + bytes(2048), "description that cannot be read"),
     "torch's": (lambda content: b"PK\3\4" + content, "zip file|archive"),
 }
 
 
 @pytest.mark.parametrize("name", list(FORGERIES))
-def test_a_forged_record_is_one_clear_error(tmp_path: Path, name: str) -> None:
+def test_a_forged_rectangle_is_one_clear_error(tmp_path: Path, name: str) -> None:
     forge, expected = FORGERIES[name]
     run, _ = state("fp16", 1024)
     chunk = Chunk("x", (32, 32), (0, 0), run.rectangle(0, (32, 32)))
@@ -187,18 +187,18 @@ BYTES = {
 
 @pytest.mark.parametrize("level", list(BYTES))
 def test_bytes_of_a_parameter_on_disk(ranks: RankPool, tmp_path: Path, level: str) -> None:
-    """Beside payload and scales, a record has a header of less than 512 bytes."""
+    """Beside payload and scales, a rectangle has a header of less than 512 bytes."""
     precision, payload, num_scaled = BYTES[level]
     ranks.run(run_tiny_on_a_rank, tiny_config(precision=precision), 0, None, tmp_path, num_ranks=1)
     folder = tmp_path / "iter_0000000"
     tensors = read_metadata(folder)
     chunks = [chunk for key, tensor in tensors.items() if key.endswith(KEY) for chunk in tensor.chunks]
-    num_records, num_bytes = len(chunks), sum(chunk.length for chunk in chunks)
+    num_chunks, num_bytes = len(chunks), sum(chunk.length for chunk in chunks)
     numel = math.prod(tensors[KEY].shape)
     expected = payload + num_scaled * 4 / STATE_BLOCK
     headers = num_bytes - expected * numel
     print(f"{level}: {expected:.3f} bytes a parameter, {num_bytes / numel:.3f} with headers of this small weight")
-    assert 0 < headers <= num_records * 512
+    assert 0 < headers <= num_chunks * 512
     total = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     assert total == sum(chunk.length for tensor in tensors.values() for chunk in tensor.chunks)
 
@@ -271,14 +271,14 @@ def test_versions(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_one_large_parameter_is_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four records of one parameter are under way at once; the parameters come in order."""
+    """Four rectangles of one parameter are under way at once; the parameters come in order."""
     run, values = state("fp16", 8 * STATE_BLOCK)
     chunks = [Chunk("x", (8, 256), (row, 0), run.rectangle(row * 256, (1, 256))) for row in range(8)]
-    written, records = write_chunks(tmp_path, 0, chunks)
-    records += write_metadata(tmp_path, written, common=None, checkpoint_id="here")
+    written, entries = write_chunks(tmp_path, 0, chunks)
+    entries += write_metadata(tmp_path, written, common=None, checkpoint_id="here")
     names = ("iteration", "consumed_samples", "skipped_steps", "vocab_size", "padded_vocab_size")
     about = {"format_version": 4, "topology": {}, **dict.fromkeys(names, 1)}
-    write_manifest(tmp_path, [*records, write_file(tmp_path, META, json.dumps(about).encode())])
+    write_manifest(tmp_path, [*entries, write_file(tmp_path, META, json.dumps(about).encode())])
     together, load = threading.Barrier(4), TorchDistReader.load
 
     def load_together(*args: Any, **kwargs: Any) -> Tensor | Encoded:
