@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from ..config.schema import Config
 from ..dtypes import StorageDtype
-from ..models.architecture import Architecture
 from ..models.registry import architecture_of
 from .memory import model_storage, parameters_by_class, predict_memory
 from .wire import message_buffer_bytes
@@ -65,7 +64,7 @@ def predict_peak(
         records: steps are recorded as a CUDA graph. The new weights of a rank's shard then have memory of their own,
             and so has validation (`predict_validation_bytes`).
     """
-    replicas = config.num_replicas(world_size)
+    replicas, architecture = config.num_replicas(world_size), architecture_of(config.model)
     state = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
     stored = model_storage(config.precision, config.num_micro_batches(world_size))
     by_class = parameters_by_class(config, padded_vocab_size, stage=stage)
@@ -79,9 +78,12 @@ def predict_peak(
     layers = config.layers_of_stage(stage)
     kept = min(config.precision.keep_fp8_transpose_cache, len(layers))
     gathered = sum(count * stored.of_state(storage).weight.itemsize for storage, count in by_class.items())
-    activations = _activations(config, stage=stage, num_micro_batches=config.num_micro_batches(world_size))
+    new_weights = gathered // replicas if replicas > 1 else 0
+    staying = slice(config.training.cpu_offloading_num_layers, None)
+    activations = _held(config, staying, stage=stage, num_micro_batches=config.num_micro_batches(world_size))
     leaving, arriving = _on_its_way(config, stage=stage)
-    in_backward, backward = arriving + _recomputed(config, stage=stage), _backward(config, layers)
+    in_backward = arriving + _recomputed(config, stage=stage)
+    backward = max((architecture.backward_bytes(config, layer) for layer in layers), default=0)
     is_last = stage == config.parallel.pipeline_model_parallel_size - 1
     logits = _logits(config, padded_vocab_size) if is_last else 0
     is_at_logits = leaving + logits > in_backward + backward
@@ -92,16 +94,8 @@ def predict_peak(
         backward=0 if is_at_logits else backward,
         wire_buffers=wire + message_buffer_bytes(config, stage=stage),
         transposes=kept * state.linear.num_params // max(len(layers), 1),
-        recording=_recording(config, gathered, padded_vocab_size, world_size=world_size, stage=stage) if records else 0,
-        tables=_architecture(config).table_bytes(config),
-    )
-
-
-def _recording(config: Config, gathered: int, padded_vocab_size: int, *, world_size: int, stage: int) -> int:
-    """Bytes of `PeakBytes.recording`; `gathered`: of a rank's weights."""
-    replicas = config.num_replicas(world_size)
-    return (gathered // replicas if replicas > 1 else 0) + predict_validation_bytes(
-        config, padded_vocab_size, stage=stage
+        recording=new_weights + predict_validation_bytes(config, padded_vocab_size, stage=stage) if records else 0,
+        tables=architecture.table_bytes(config),
     )
 
 
@@ -115,7 +109,7 @@ def predict_validation_bytes(config: Config, padded_vocab_size: int, *, stage: i
     parallel, tokens, layers = config.parallel, config.tokens_per_micro_batch, config.layers_of_stage(stage)
     stages, stream = parallel.pipeline_model_parallel_size, _HALF * tokens * config.model.hidden_size
     passing = 0 if stages == 1 else 2 * stream  # of the micro-batches that come and go
-    forward = max((_architecture(config).forward_bytes(config, layer) for layer in layers), default=0)
+    forward = max((architecture_of(config.model).forward_bytes(config, layer) for layer in layers), default=0)
     if stage < stages - 1:
         return passing + forward
     vocab = padded_vocab_size // parallel.tensor_model_parallel_size
@@ -124,10 +118,6 @@ def predict_validation_bytes(config: Config, padded_vocab_size: int, *, stage: i
     else:
         head = 2 * stream + _HALF * _tokens_of_logits(config) * vocab
     return passing + max(forward, head)
-
-
-def _architecture(config: Config) -> Architecture:
-    return architecture_of(config.model)
 
 
 def _head_parts(vocab: int) -> int:
@@ -143,16 +133,13 @@ def _tokens_of_logits(config: Config) -> int:
 
 def predict_host_bytes(config: Config, *, world_size: int, stage: int = 0) -> int:
     """Host memory of a rank of pipeline stage `stage` for the activations that leave it, without pages' ends."""
-    chunks, count = config.pipeline_layout.chunks[stage], config.training.cpu_offloading_num_layers
-    left = [sum(_kept_by_layer(config, chunk)[:count]) for chunk in chunks]
-    num_micro_batches = config.num_micro_batches(world_size)
-    return round(config.tokens_per_micro_batch * _held_at_once(config, left, stage, num_micro_batches))
+    leaving = slice(config.training.cpu_offloading_num_layers)
+    return _held(config, leaving, stage=stage, num_micro_batches=config.num_micro_batches(world_size))
 
 
-def _activations(config: Config, *, stage: int, num_micro_batches: int) -> int:
-    """Bytes of a stage's activations of all micro-batches in flight that stay on the device."""
-    chunks, count = config.pipeline_layout.chunks[stage], config.training.cpu_offloading_num_layers
-    held = [sum(_kept_by_layer(config, chunk)[count:]) for chunk in chunks]
+def _held(config: Config, layers: slice, *, stage: int, num_micro_batches: int) -> int:
+    """Bytes of the activations of all micro-batches in flight, of these layers of each of a stage's model chunks."""
+    held = [sum(_kept_by_layer(config, chunk)[layers]) for chunk in config.pipeline_layout.chunks[stage]]
     return round(config.tokens_per_micro_batch * _held_at_once(config, held, stage, num_micro_batches))
 
 
@@ -173,11 +160,6 @@ def _on_its_way(config: Config, *, stage: int) -> tuple[int, int]:
     return round(tokens * leaving), round(tokens * arriving)
 
 
-def _backward(config: Config, layers: Sequence[int]) -> int:
-    """Bytes that the backward of the largest layer makes."""
-    return max((_architecture(config).backward_bytes(config, layer) for layer in layers), default=0)
-
-
 def _recomputed(config: Config, *, stage: int) -> int:
     """Bytes that exist beside a stage's activations while a layer is computed again."""
     chunks = config.pipeline_layout.chunks[stage]
@@ -190,7 +172,7 @@ def _kept_by_layer(config: Config, layers: Sequence[int]) -> list[float]:
     Layers that are recomputed together keep the input of the first; it counts for the last.
     """
     training, parallel = config.training, config.parallel
-    per_layer = [_architecture(config).kept_bytes(config, layer) for layer in layers]
+    per_layer = [architecture_of(config.model).kept_bytes(config, layer) for layer in layers]
     if training.recompute_granularity != "full":
         return per_layer
     stream = _HALF * config.model.hidden_size / parallel.sequence_shares
@@ -207,10 +189,10 @@ def _recomputed_per_token(config: Config, layers: Sequence[int]) -> float:
     if not layers:
         return 0.0
     if "mlp" in training.recomputed_modules and training.mlp_chunks_for_training == 1:
-        return max(_architecture(config).recomputed_mlp_bytes(config, layer) for layer in layers)
+        return max(architecture_of(config.model).recomputed_mlp_bytes(config, layer) for layer in layers)
     if training.recompute_granularity != "full":
         return 0.0
-    most = max(_architecture(config).kept_bytes(config, layer) for layer in layers)
+    most = max(architecture_of(config.model).kept_bytes(config, layer) for layer in layers)
     return most if training.recompute_method == "block" else min(training.recompute_num_layers or 1, len(layers)) * most
 
 
