@@ -22,7 +22,6 @@ from .placement import Placement
 from .ranks import Ranks
 from .run_state import PREFIXES, Progress, Resumable
 from .same_model import (
-    differing_size,
     first_difference,
     settings_of_arguments,
     unread_tensor,
@@ -167,7 +166,7 @@ def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetun
     if not saved.ties_embeddings and not model.untie_embeddings_and_output_weights:
         return f"{saved.folder} has an LM head of its own; give --untie-embeddings-and-output-weights"
     settings = settings_of_arguments(saved.arguments)
-    found = differing_size(settings, model) or first_difference(settings, model, finetune=finetune)
+    found = first_difference(settings, model, finetune=finetune)
     return None if found is None else found.sentence(saved.folder, "this run", f"give {found.flag}")
 
 

@@ -122,26 +122,15 @@ def _unsupported(folder: Path, name: str, value: object) -> str:
 
 
 def first_difference(saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool = False) -> Difference | None:
-    """The first of the saved settings that differs from the model's and changes what the weights compute.
+    """The first of the saved settings that differs from the model's: a size, or what changes what weights compute.
 
     Args:
         saved: from `model_settings` or `settings_of_arguments`; a setting that is not in it counts as equal.
         finetune: allow another base and scaling of RoPE, YaRN too, for a longer context.
     """
-    name = architecture_of(model).changed_setting(saved, model, finetune=finetune)
+    size = next((name for name in _SIZES if name in saved and saved[name] != getattr(model, name)), None)
+    name = size or architecture_of(model).changed_setting(saved, model, finetune=finetune)
     return None if name is None else Difference(name, saved[name], getattr(model, name))
-
-
-def differing_size(saved: Mapping[str, Any], model: ModelConfig) -> Difference | None:
-    """The first of the saved sizes that differs from the model's. Shapes show it too, once there is a model.
-
-    Args:
-        saved: as in `first_difference`.
-    """
-    for name in _SIZES:
-        if name in saved and saved[name] != getattr(model, name):
-            return Difference(name, saved[name], getattr(model, name))
-    return None
 
 
 def unread_tensor(folder: Path, found: Iterable[str], read: Collection[str]) -> str | None:

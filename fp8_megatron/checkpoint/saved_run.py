@@ -21,7 +21,7 @@ from .files import CONFIG, CheckpointError, rank_file, read_file
 from .manifest import NUM_READERS, in_order, read_manifest
 from .placement import Placement
 from .run_state import PREFIXES, STAGES, Resumable, below, topology_of
-from .same_model import differing_size, first_difference, model_settings
+from .same_model import first_difference, model_settings
 from .torch_dist import PlannedRead, TorchDistReader, Wanted
 
 #: Bytes that are read ahead; the last read may exceed this.
@@ -48,7 +48,7 @@ def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = Fals
     another rotary base, for a longer context.
     """
     saved = saved_model_settings(folder)
-    found = differing_size(saved, model) or first_difference(saved, model, finetune=finetune)
+    found = first_difference(saved, model, finetune=finetune)
     return None if found is None else found.sentence(folder, "this run", f"give {found.flag}, as in {CONFIG} there")
 
 
