@@ -137,7 +137,7 @@ def _build_model(work: Work, *, is_first: bool, is_last: bool) -> torch.nn.Modul
         _transformer_config(work),
         spec,
         vocab_size=work.vocab_size,
-        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        max_sequence_length=model.num_positions,
         pre_process=is_first,
         post_process=is_last,
         position_embedding_type=model.position_embedding_type,

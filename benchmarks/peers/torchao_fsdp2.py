@@ -108,9 +108,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.word_embeddings = nn.Embedding(vocab_size, model.hidden_size)
         if model.position_embedding_type == "learned_absolute":
-            self.position_embeddings = nn.Embedding(
-                model.max_position_embeddings or model.seq_length, model.hidden_size
-            )
+            self.position_embeddings = nn.Embedding(model.num_positions, model.hidden_size)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """int64 [b, s] → [b, s, hidden]."""

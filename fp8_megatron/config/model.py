@@ -255,6 +255,11 @@ class ModelConfig:
         return (self.mscale * log + 1.0) / (self.mscale_all_dim * log + 1.0)
 
     @property
+    def num_positions(self) -> int:
+        """Positions that a sequence may have, which a learned table has rows for."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
     def query_width(self) -> int:
         """Columns of all query heads."""
         return self.num_attention_heads * self.head_dim

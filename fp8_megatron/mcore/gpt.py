@@ -264,7 +264,7 @@ def gpt_arguments(model: ModelConfig, *, is_te: bool = False) -> dict[str, Any]:
         is_te: the layers are Transformer Engine's.
     """
     return {
-        "max_sequence_length": model.max_position_embeddings or model.seq_length,
+        "max_sequence_length": model.num_positions,
         "share_embeddings_and_output_weights": not model.untie_embeddings_and_output_weights,
         "position_embedding_type": model.position_embedding_type if is_te else replaced_position_embedding(model),
         "rotary_percent": model.rotary_percent,

@@ -124,7 +124,7 @@ class _Sampler:
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.temperature, self.top_k, self.generator = temperature, top_k, generator
         self.max_context = config.model.seq_length
-        self.last_position = (config.model.max_position_embeddings or config.model.seq_length) - 1
+        self.last_position = config.model.num_positions - 1
         self.multiple = FP8_GEMM_MULTIPLE * config.parallel.tensor_model_parallel_size
 
     def continue_text(self, prompt: str, num_tokens: int) -> str:

@@ -336,7 +336,7 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
     family = family_of(model)
     values: dict[str, Any] = {theirs: getattr(model, ours) for theirs, ours, _ in _SAME[family]}
     values["vocab_size"] = vocab_size
-    positions = model.max_position_embeddings or model.seq_length
+    positions = model.num_positions
     common = {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family.model_type,

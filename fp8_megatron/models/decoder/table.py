@@ -61,7 +61,7 @@ def parameters(model: ModelConfig, padded_vocab_size: int) -> list[Parameter]:
     ties = not model.untie_embeddings_and_output_weights
     rows = [Parameter(WORD_EMBEDDING, vocabulary, Place.FIRST, 0, is_tied=ties)]
     if model.position_embedding_type == "learned_absolute":
-        positions = model.max_position_embeddings or model.seq_length
+        positions = model.num_positions
         rows.append(Parameter(POSITION_EMBEDDING, (positions, hidden), Place.FIRST))
     rows += _norm(model, ATTENTION_NORM, hidden)
     rows += _linear(model, QKV, model.query_width + 2 * model.key_width, hidden)
