@@ -166,6 +166,9 @@ def test_a_copy_is_a_layer_of_its_own(duplicate: Callable[[FP8Linear], FP8Linear
 class Unpicklable:
     """A gradient buffer, which no copy may take along."""
 
+    def note_forward(self) -> None:
+        pass
+
     def __reduce__(self) -> str:
         raise AssertionError("copied")
 
