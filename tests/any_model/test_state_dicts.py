@@ -290,29 +290,6 @@ def test_a_flattened_state_is_the_nested_one(saved_level: str) -> None:
             assert torch.equal(flat_state[number][key], value), (number, key)
 
 
-def test_the_runs_state_is_found_by_name() -> None:
-    """torch.distributed.checkpoint gives parameters' names; the first parameter's is not the first one in order."""
-
-    def build_linear() -> tuple[torch.nn.Module, FP8Optimizer]:
-        model = torch.nn.Sequential(torch.nn.Linear(16, 16))
-        return fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), recipe="delayed")
-
-    model, optimizer = build_linear()
-    x = torch.randn(16, 16)
-    for factor in (1.0, float("inf")):
-        for _ in range(2):
-            (factor * model(x)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    resumed, other = build_linear()
-    saved = get_state_dict(model, optimizer)
-    set_state_dict(resumed, other, model_state_dict=saved[0], optim_state_dict=saved[1])
-    assert other.num_skipped_steps == 1
-    ours, theirs = other.state_dict()["state"][0], optimizer.state_dict()["state"][0]
-    for key in ("gradients_per_step", "delayed_0_history", "delayed_0_scale"):
-        assert torch.equal(ours[key], theirs[key]), key
-
-
 def test_other_groups_are_refused() -> None:
     _, optimizer = build("O2")
     state = optimizer.state_dict()

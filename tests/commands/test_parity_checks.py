@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fp8_megatron.checkpoint.manifest import write_file, write_manifest
 from fp8_megatron.commands.parity_plan import check_levels
 from fp8_megatron.commands.run_settings import LEVELS
 from fp8_megatron.config.checks import ConfigError
-from fp8_megatron.config.command_line import setting_name, split_flags
-from fp8_megatron.config.io import config_text, parse_command_line, parse_config
-from tests.harness.parity import STEPS, TRAINING, plan_of
+from fp8_megatron.config.command_line import split_flags
+from fp8_megatron.config.io import parse_config
+from tests.harness.parity import TRAINING, plan_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -111,55 +109,6 @@ def test_a_flag_of_a_level_is_no_flag_of_all_runs(tmp_path: Path) -> None:
                 check_levels(plan_of(tmp_path, training=[*TRAINING, flag, *after]))
 
 
-#: Each flag that a run gets, beside those of its level, with what a user may say instead.
-_SAID_INSTEAD = {
-    "--seed": "--seed 7",
-    "--output-dir": "--output-dir x",
-    "--save": "--save x",
-    "--load": "--load x",
-    "--exit-on-missing-checkpoint": "--no-exit-on-missing-checkpoint",
-    "--finetune": "--no-finetune",
-    "--ckpt-step": "--ckpt-step 3",
-    "--keep-last": "--keep-last 4",
-    "--no-tensorboard": "--tensorboard",
-    "--progress": "--progress on",
-}
-
-
-@pytest.mark.parametrize("start", ["scratch", "own", "finetune", "continue"])
-@pytest.mark.parametrize("of_level", [False, True])
-def test_what_a_user_says_of_a_run_is_done_or_refused(start: str, of_level: bool, tmp_path: Path) -> None:
-    words = {"finetune": ["--finetune-from", "base"], "continue": ["--continue-from", "base", "--seeds", "1"]}
-    words["own"] = words["scratch"] = []
-    level, folder = ("O3", 1), tmp_path / "run"
-    if start == "own":
-        (folder / "checkpoints").mkdir(parents=True)
-        (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
-    plan = replace(plan_of(tmp_path, *words[start]), starts={"base": 5})
-    given = [*TRAINING, *plan.levels["O3"]]
-    flags = plan.run_flags(level, folder)
-    assert flags[: len(given)] == given
-    names = [flag for flag, _, _ in split_flags(flags[len(given) :]) if flag is not None]
-    assert {"--seed", "--output-dir", "--save", "--load"} <= set(names)
-    for said in map(_SAID_INSTEAD.__getitem__, names):
-        if of_level:
-            more = ["--levels", "bf16", "a", "--own-levels", f"a=--precision fp8 {said}"]
-            other, key = plan_of(tmp_path, *words[start], *more), ("a", 1)
-        else:
-            other, key = plan_of(tmp_path, *words[start], training=[*TRAINING, *said.split()]), level
-        try:
-            check_levels(other)
-        except ConfigError as error:
-            assert f"{said}: " in str(error)
-        else:
-            line = parse_command_line(other.run_flags(key, folder))
-            alone = parse_config([*TRAINING, *said.split()])
-            name = setting_name(said.split()[0])
-            section = "checkpoint" if name == "keep_last" else "logging"
-            assert getattr(getattr(line.config, section), name) == getattr(getattr(alone, section), name)
-            assert not any(said.split()[0] in note for note in line.notes)
-
-
 def test_what_a_file_says_of_a_run_is_done(tmp_path: Path) -> None:
     file = tmp_path / "all.yaml"
     file.write_text("{keep_last: 4, tensorboard: true, progress: 'on', seed: 7, save: x, output_dir: x}")
@@ -168,25 +117,6 @@ def test_what_a_file_says_of_a_run_is_done(tmp_path: Path) -> None:
     config = parse_config(plan.run_flags(("O3", 1), tmp_path / "run"))
     assert (config.checkpoint.keep_last, config.logging.tensorboard, config.logging.progress) == (4, True, "on")
     assert config.training.seed == 1 and config.checkpoint.save == str(tmp_path / "run" / "checkpoints")
-
-
-def test_extra_checkpoints_may_be_saved(tmp_path: Path) -> None:
-    """They say themselves how many are kept."""
-    plan = plan_of(tmp_path, training=[*TRAINING, "--non-persistent-save-interval", "5"])
-    assert check_levels(plan).checkpoint.num_newest_kept == 1
-    assert "--keep-last" not in plan.run_flags(("O3", 1), tmp_path / "run")
-
-
-def test_the_settings_that_are_kept_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    """Under --use-checkpoint-args."""
-    folder = tmp_path / "base" / "iter_0000010"
-    folder.mkdir(parents=True)
-    (tmp_path / "config.yaml").write_text(config_text(parse_config([*TRAINING, "--seed", "1"])))
-    write_manifest(folder, [write_file(folder, "config.yaml", (tmp_path / "config.yaml").read_bytes())])
-    training = ["--mock-data", *STEPS, "--use-checkpoint-args"]
-    words = ["--levels", "bf16", "O3", "--seeds", "1", "--continue-from", str(tmp_path / "base")]
-    config = check_levels(plan_of(tmp_path / "out", *words, training=training))
-    assert (config.model.num_layers, config.model.seq_length) == (1, 32)
 
 
 @pytest.mark.parametrize(

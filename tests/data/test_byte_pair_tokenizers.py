@@ -104,21 +104,6 @@ def test_tiktoken_ids_are_those_of_megatron_core(tiktoken_file, python_source, p
     assert ours.encode("a</s>b") == [20 + ord("a"), ours.eod, 20 + ord("b")]
 
 
-def test_the_patterns_of_tiktoken_differ_where_they_should(tiktoken_file):
-    pytest.importorskip("tiktoken")
-    of = {
-        pattern: build_tokenizer(
-            "TikTokenizer",
-            tiktoken_file,
-            512 + 20,
-            TokenizerOptions(tiktoken_pattern=pattern, tiktoken_num_special_tokens=20),
-        )
-        for pattern in ("v1", "v2")
-    }
-    assert of["v1"].encode("aT") != of["v2"].encode("aT"), "v2 starts a word at the capital, so aT is no pair there"
-    assert of["v1"].encode("tea") == of["v2"].encode("tea")
-
-
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_the_three_names_of_sentencepiece_are_megatron_cores(kind, tokenizer_model, python_source):
     from megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer import SentencePieceTokenizer

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -110,13 +109,6 @@ def test_splits_are_disjoint_documents(write_tokens):
     for dataset, (low, high) in zip((datasets.train, datasets.valid, datasets.test), bounds, strict=True):
         tokens = all_tokens(dataset)
         assert low <= tokens.min() and tokens.max() < high
-
-
-def test_weights_of_a_split_may_have_exponents(write_tokens):
-    prefix = write_tokens("corpus", counting(100, 20))
-    written, plain = (build(10, 10, data_path=(prefix,), split=split) for split in ("9e-1,1e-1,0", "0.9,0.1,0"))
-    for split in ("train", "valid"):
-        np.testing.assert_array_equal(all_tokens(getattr(written, split)), all_tokens(getattr(plain, split)))
 
 
 def test_a_split_without_samples_is_not_built_even_if_it_would_be_empty(write_tokens):
@@ -298,30 +290,6 @@ def test_a_damaged_index_is_made_again(write_tokens, tmp_path, caplog, damage, h
     assert not list(tmp_path.rglob("code ran"))
 
 
-def test_a_sound_cache_without_checksums_gets_them_and_keeps_its_files(write_tokens, tmp_path, caplog):
-    """Runs on other hosts may have mapped its files: they are not replaced."""
-    prefix = write_tokens("corpus", counting(10, 100))
-    build(50, data_path=(prefix,), split="1")
-    (sums,) = (tmp_path / "cache").glob("index-*/*crc32.json")
-    recorded = sums.read_text()
-    sums.unlink()
-    kept = {file: file.stat().st_ino for file in sums.parent.iterdir()}
-    build(50, data_path=(prefix,), split="1")
-    assert sums.read_text() == recorded and "damaged" not in caplog.text
-    assert {file: file.stat().st_ino for file in kept} == kept
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"a": 1}'])
-def test_damaged_checksums_are_made_again(write_tokens, tmp_path, content):
-    prefix = write_tokens("corpus", counting(10, 100))
-    before = all_tokens(build(50, data_path=(prefix,), split="1").train)
-    (sums,) = (tmp_path / "cache").glob("index-*/*crc32.json")
-    recorded = sums.read_bytes()
-    sums.write_bytes(content)
-    assert np.array_equal(all_tokens(build(50, data_path=(prefix,), split="1").train), before)
-    assert sums.read_bytes() == recorded
-
-
 def test_a_cache_of_megatron_itself_is_neither_read_nor_changed(write_tokens, tmp_path):
     """It is keyed on the path alone, and megatron-core un-pickles what it finds there."""
     prefix = write_tokens("corpus", counting(10, 100))
@@ -468,22 +436,6 @@ def waiting_build(path, begun, done):
 
     np.save = save
     build(40, data_path=path, split="1")
-
-
-@pytest.mark.parametrize(("hours", "stays"), [(23, True), (25, False)])
-@pytest.mark.parametrize("name", ["building-0123456789abcdef-1-2-x", "building-x"], ids=["other machine", "no name"])
-def test_a_builder_that_cannot_be_asked_is_dead_after_a_day(write_tokens, tmp_path, name, hours, stays):
-    path = (write_tokens("corpus", counting(40, 50)),)
-    build(40, data_path=path, split="1")
-    (folder,) = (tmp_path / "cache").iterdir()
-    for index in folder.glob("*.npy"):
-        index.unlink()
-    (folder / name).mkdir()
-    (folder / name / "part.npy").touch()
-    for part in (folder / name / "part.npy", folder / name):
-        os.utime(part, (time.time() - 3600 * hours,) * 2)
-    build(40, data_path=path, split="1")
-    assert (folder / name).exists() == stays
 
 
 def test_cache_folder_can_be_chosen_and_must_be_writable(write_tokens, tmp_path):

@@ -40,14 +40,6 @@ class ProcessId(Numbered):
         return {key: torch.full((4,), os.getpid()) for key in SAMPLE_KEYS}
 
 
-class NeverReady(Numbered):
-    """Its samples never come."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        time.sleep(60)
-        return super().__getitem__(index)
-
-
 class Forgetful(Numbered):
     """Lets go of its parent's object where it is read."""
 
@@ -206,14 +198,6 @@ def test_a_loader_process_that_goes_on_again_gives_the_same_batches(caplog):
     loader.close()
 
 
-def test_reading_in_the_process_itself_has_the_same_limit():
-    loader = build_loader(
-        NeverReady(4), micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, name="x", timeout_seconds=1.0
-    )
-    with pytest.raises(UserError, match=r"no batch of x .*: this process reads it; look at"):
-        next(loader)
-
-
 def exit_with_an_open_loader(writer: Connection) -> None:
     loader = build_loader(
         ProcessId(1000), micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, num_workers=1
@@ -263,17 +247,6 @@ def test_cyclic_is_megatrons_from_any_place(num_samples: int, micro: int, size: 
                 num_samples, micro, rank, size, consumed - consumed % per_pass + per_pass, shuffles == "sharded"
             )
             assert flat[whole : whole + micro] == following[:micro]
-
-
-@pytest.mark.parametrize("shuffles", ["sharded", "whole"])
-def test_a_cyclic_pass_goes_on_after_another_global_batch(shuffles: str) -> None:
-    """6 samples of batches of 2, then of 4 over two passes of 24: a resume after any of them changes nothing."""
-    for rank in range(2):
-        options = {"micro": 2, "rank": rank, "size": 2, "shuffles": shuffles}
-        straight = indices(24, consumed_samples=6, **options)
-        for step in range(1, 14):
-            resumed = indices(24, consumed_samples=6 + 4 * step, **options)
-            assert resumed[: 14 - step] == straight[step:14]
 
 
 def test_a_cyclic_pass_has_no_sample_twice_and_ranks_share_none() -> None:

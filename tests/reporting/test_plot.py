@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from fp8_megatron.reporting import plot
 from fp8_megatron.reporting.metrics_file import json_line
-from fp8_megatron.reporting.plot import LossCurves, compare_losses, plot_losses, read_losses
+from fp8_megatron.reporting.plot import compare_losses, plot_losses, read_losses
 
 
 def write_run(folder: Path, losses: list[float] | np.ndarray, *, tokens_per_step: int = 1_000_000) -> Path:
@@ -66,17 +66,6 @@ def test_read_keeps_gaps_and_leaves_the_test_split_out(tmp_path: Path) -> None:
     np.testing.assert_allclose(evals.losses, losses[[19, 39]] + 0.1)
 
 
-def test_smoothing_has_no_lag_and_steps_over_nan() -> None:
-    line = np.linspace(10.0, 2.0, 400)
-    with_gap = line.copy()
-    with_gap[200] = np.nan
-    smoothed = LossCurves(np.arange(1.0, 401), with_gap, np.arange(1.0, 401)).smoothed
-    # A centred mean of a straight line is the line, ends included. Leaving out one point of a window of 11 at most 5
-    # steps of 0.02 away moves a mean by at most 0.1 / 10.
-    np.testing.assert_allclose(smoothed, line, atol=0.01)
-    np.testing.assert_allclose(smoothed[[0, 1, -2, -1]], line[[0, 1, -2, -1]], atol=1e-9)
-
-
 def test_plot_shows_train_validation_tokens_and_non_finite_steps(tmp_path: Path, saved: list[Figure]) -> None:
     losses = falling_losses(100)
     losses[49] = np.inf
@@ -115,19 +104,6 @@ def test_each_of_several_validation_sets_has_its_points(tmp_path: Path, saved: l
     assert len({(line.get_color(), line.get_marker()) for line in points}) == 6
 
 
-@pytest.mark.parametrize(("lowest", "scale"), [(3.0, "linear"), (0.3, "log")])
-def test_axis_is_logarithmic_when_losses_span_decades(
-    lowest: float, scale: str, tmp_path: Path, saved: list[Figure]
-) -> None:
-    plot_losses(write_run(tmp_path / "run", np.geomspace(10.0, lowest, 50)), tmp_path / "loss.png", title="a run")
-    assert saved[0].axes[0].get_yscale() == scale
-
-
-def test_one_step_can_be_plotted(tmp_path: Path) -> None:
-    plot_losses(write_run(tmp_path / "run", [5.0]), tmp_path / "loss.png", title="one step")
-    assert (tmp_path / "loss.png").stat().st_size > 0
-
-
 def test_no_finite_loss_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [np.nan, np.nan])
     with pytest.raises(ValueError, match=r"run/metrics.jsonl has no finite training loss.*2 training steps"):
@@ -150,18 +126,6 @@ def test_compare_draws_gaps_to_the_reference(tmp_path: Path, saved: list[Figure]
     assert len(gaps["short"].get_xdata()) == 60
     assert gaps["fp8"].get_label() == "fp8: +0.0200 over the last tenth"
     assert bottom.get_ylabel().startswith("gap to bf16")
-
-
-def test_compare_refuses_what_has_no_gap(tmp_path: Path) -> None:
-    runs = {"a": write_run(tmp_path / "a", [3.0, 2.0])}
-    with pytest.raises(ValueError, match="two runs or more"):
-        compare_losses(runs, tmp_path / "x.png")
-    runs["b"] = write_run(tmp_path / "b", [np.nan, 2.0])
-    with pytest.raises(ValueError, match="reference 'c' is not one of"):
-        compare_losses(runs, tmp_path / "x.png", reference="c")
-    runs["d"] = write_run(tmp_path / "d", [3.0, np.nan])
-    with pytest.raises(ValueError, match="'d' and 'b' share no iteration"):
-        compare_losses(runs, tmp_path / "x.png", reference="b")
 
 
 def test_tool_draws_one_run_and_several(tmp_path: Path, tool: ModuleType, saved: list[Figure]) -> None:
