@@ -6,7 +6,6 @@ import os
 import pty
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -95,53 +94,6 @@ def test_a_run_of_one_node_listens_at_the_loopback_interface_alone(words: list[s
         stores = {"--cpu-ranks 2": 1, "--cpu-ranks 2 --restart": 1, "--gpus 2": 1, "--gpus 1 --restart": 0}
         if (num_stores := stores.get(" ".join(words))) is not None:
             assert len(listening(process.pid)) == num_stores, "of the launcher"
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_for_another_ends_with_its_launcher(tmp_path: Path) -> None:
-    launcher = """
-import subprocess, sys
-from fp8_megatron.commands.environment import run_environment
-place = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-subprocess.run([sys.executable, "pretrain_gpt.py", *sys.argv[2:]], env=run_environment() | place)
-"""
-    log = tmp_path / "log"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", launcher, str(port), *tiny_flags(tmp_path / "run")]
-    with open(log, "wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=file)
-    with tree(process) as below:
-        while not below or ("127.0.0.1", port) not in listening(*(one.pid for one in below)):
-            assert not trains(tmp_path / "run", process, log)
-            below[:] = psutil.Process(process.pid).children(recursive=True)
-            time.sleep(0.1)
-        process.kill()
-        process.wait()
-        _, left = psutil.wait_procs(below, timeout=ENDED_WITHIN)
-        assert alive(left) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 2.0, 5.0])
-def test_ranks_that_start_end_with_their_launcher(seconds: float, tmp_path: Path) -> None:
-    flags = tiny_flags(tmp_path / "run", train_iters=1_000_000)
-    command = [sys.executable, "-m", "fp8_megatron.cli", "train", "--cpu-ranks", "2", *flags]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
-    )
-    with tree(process) as below:
-        end = time.monotonic() + STARTED_WITHIN
-        while len(below) < 2:
-            assert process.poll() is None and time.monotonic() < end
-            below[:] = psutil.Process(process.pid).children(recursive=True)
-            time.sleep(0.05)
-        time.sleep(seconds)
-        below[:] = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.wait()
-        _, left = psutil.wait_procs(below, timeout=ENDED_WITHIN)
-        assert alive(left) == []
 
 
 @pytest.mark.slow
