@@ -179,6 +179,36 @@ def test_dtypes_of_torch_under_autocast(form: str, dtype: torch.dtype) -> None:
     assert weights is None or weights.dtype is expected_weights.dtype
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_mask": torch.zeros(8, 16)}, r"attn_mask has the shape \(8, 16\), not \(16, 8\) or \(12, 16, 8\)"),
+        ({"attn_mask": torch.zeros(3, 4, 16, 8)}, "attn_mask has the shape"),
+        ({"attn_mask": torch.ones(16, 8, dtype=torch.int64)}, "attn_mask is torch.int64: give a bool mask"),
+        ({"key_padding_mask": torch.zeros(8, 3)}, r"key_padding_mask has the shape \(8, 3\), not \(3, 8\)"),
+        ({"key": torch.zeros(1, 8, WIDTH)}, "key and value have different"),
+        ({"key": torch.zeros(1, 8, WIDTH), "value": torch.zeros(1, 8, WIDTH)}, "different batches, their sizes 0"),
+        ({"value": torch.zeros(3, 8, 32)}, "the last sizes are not 64, 64 and 64"),
+        ({"query": torch.zeros(16, WIDTH)}, "three matrices"),
+    ],
+    ids=str,
+)
+def test_errors_where_torch_has_them(changes: dict[str, Tensor], message: str) -> None:
+    """Masks and inputs of wrong shapes might broadcast, or be reshaped, to something else."""
+    module, exact = build(batch_first=True)
+    arguments = {"query": torch.randn(3, 16, WIDTH), "key": torch.randn(3, 8, WIDTH), "value": torch.randn(3, 8, WIDTH)}
+    with pytest.raises((AssertionError, RuntimeError)):
+        exact(**(arguments | changes))
+    with pytest.raises(ValueError, match=message):
+        module(**(arguments | changes))
+
+
+def test_a_causal_hint_without_a_mask_is_an_error() -> None:
+    module, _ = build()
+    with pytest.raises(RuntimeError, match="give attn_mask"):
+        module(*[torch.randn(16, 3, WIDTH)] * 3, is_causal=True)
+
+
 def encoder() -> torch.nn.TransformerEncoder:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 128, batch_first=True, dropout=0.0)
@@ -243,6 +273,15 @@ def test_it_compiles_to_one_graph(form: str) -> None:
         for x in used:
             x.grad = None
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_parameters_have_torchs_order() -> None:
+    """An optimizer's state has numbers, so one that is built after the layers became FP8 has the same."""
+    model = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 128)
+    names = list(model.state_dict())
+    shapes = [parameter.shape for parameter in model.parameters()]
+    fp8_megatron.replace_linears(model)
+    assert [parameter.shape for parameter in model.parameters()] == shapes and list(model.state_dict()) == names
 
 
 def test_what_stays() -> None:

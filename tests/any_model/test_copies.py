@@ -261,3 +261,27 @@ def test_a_pickled_model_says_what_it_leaves_out(level: str) -> None:
         torch.save(model.state_dict(), io.BytesIO())
         torch.save(optimizer.state_dict(), io.BytesIO())
         torch.save(plain_model(model), io.BytesIO())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_new_tensors_like_a_weight_in_training_are_plain(level: str) -> None:
+    """They keep what is put aside or added up in them, in every size and dtype."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64))
+    model, _ = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), level)
+    weight = model[0].weight
+    kept = torch.empty_like(weight).copy_(weight.detach())
+    assert torch.equal(kept, model.state_dict()["0.weight"])
+    made = [
+        weight.new_empty(64),
+        weight.new_zeros(weight.shape),
+        weight.new_ones(3),
+        weight.detach().new_full((2,), 2.0),
+    ]
+    made += [weight.new_empty_strided((4, 4), (4, 1)), torch.empty_like(weight.data), kept]
+    for tensor in made:
+        assert type(tensor) is torch.Tensor and tensor.dtype == torch.float32 and not tensor.requires_grad
+    total = made[1]
+    total += 0.3
+    assert torch.equal(total, torch.full((64, 32), 0.3))
+    assert weight.new_zeros(weight.shape, dtype=torch.int64).dtype == torch.int64

@@ -393,6 +393,22 @@ def test_one_rank_saves_what_was_consolidated(ranks: RankPool, is_plain: bool) -
     assert len(equal) > 20 and all(equal)
 
 
+def _written_after(group: Group, name: str) -> bool:
+    """Whether the state of all ranks has a value that was written behind `consolidate_state_dict`."""
+    model, optimizer = build("O3", dtype=torch.bfloat16)
+    optimizer.consolidate_state_dict()
+    with torch.no_grad():
+        model.get_parameter(name).fill_(0.5)
+    states = model.state_dict(), optimizer.state_dict()
+    optimizer.load_state_dict(states[1])
+    return bool((states[0][name] == 0.5).all() and (model.state_dict()[name] == 0.5).all())
+
+
+@pytest.mark.parametrize("name", ["first.weight", "first.bias"])
+def test_what_was_consolidated_is_dropped_when_values_are_written(ranks: RankPool, name: str) -> None:
+    assert all(ranks.run(on_default_group, _written_after, name, num_ranks=2))
+
+
 def _copied_by_one(group: Group, level: str) -> tuple[dict[str, Tensor], ...]:
     """Values of rank 0's copy, after three steps of its average, beside the masters and the stored weights."""
     data_parallel._PATIENCE = timedelta(seconds=2)

@@ -105,6 +105,15 @@ def test_more_gradients_widen_the_storage(num_micro_batches: int, itemsize: int)
     assert optimizer._spaces[0].grads.buffer.most_gradients == num_micro_batches
 
 
+def test_a_known_number_of_gradients_is_wide_from_the_start() -> None:
+    model, optimizer = build(gradient_accumulation_steps=4)
+    for seed in range(4):
+        backward(model, seed)
+    expected = sum_of_single_gradients(torch.float32, range(4))["linear.weight"]
+    assert snr_db(dense(model.linear.weight.grad), expected) > 41.0
+    optimizer.step()
+
+
 def test_a_weight_used_twice_gets_the_sum() -> None:
     model, _ = build(uses=2)
     backward(model)

@@ -157,6 +157,20 @@ def test_linear_weights_follow_adamw_in_float64(level: str) -> None:
         assert snr_db(change, copied.detach() - start[name]) > 15.0, name
 
 
+def test_a_closure_computes_the_loss() -> None:
+    module, optimizer = linears("O2")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(module)
+        loss.backward()
+        return loss
+
+    before = module.first.weight.dequantize()
+    assert torch.is_tensor(optimizer.step(closure))
+    assert not torch.equal(module.first.weight.dequantize(), before)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(level: str) -> None:
     module, optimizer = linears(level)
@@ -402,6 +416,13 @@ def test_what_cannot_be_is_refused(build: Callable[..., torch.optim.Optimizer], 
     module = Plain()
     with pytest.raises(OptimizerError, match=message):
         build_optimizer(module, build(module.parameters()), {}, "O2")
+
+
+def test_float64_is_refused_by_name() -> None:
+    module = Plain()
+    module.norm = torch.nn.Parameter(module.norm.detach().double())
+    with pytest.raises(OptimizerError, match=r"norm is torch\.float64"):
+        build_optimizer(module, torch.optim.AdamW(module.parameters()), {}, "O2")
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -109,6 +109,14 @@ def test_loading_a_state_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(model, optimizer, range(3, 8)) == [0] * 5
 
 
+def test_a_good_step_ends_the_row(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = build()
+    with caplog.at_level(logging.WARNING, LOGGER):
+        for step in range(12):
+            train(model, optimizer, range(step, step + 1), 1.0 if step % 3 == 0 else math.nan)
+    assert optimizer.num_skipped_steps == 8 and not caplog.messages
+
+
 def test_without_delayed_scales_the_gradient_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = build("tensorwise")
     with caplog.at_level(logging.WARNING, LOGGER):

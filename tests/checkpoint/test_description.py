@@ -24,6 +24,7 @@ from fp8_megatron.checkpoint.files import META, CheckpointError
 from fp8_megatron.checkpoint.loading import LoadOptions
 from fp8_megatron.checkpoint.manifest import FileEntry, problem_with, read_manifest, write_manifest
 from fp8_megatron.checkpoint.megatron_loading import open_megatron_checkpoint
+from fp8_megatron.checkpoint.pickles import read_megatron_file
 from fp8_megatron.commands import inspect_checkpoint
 from fp8_megatron.config.precision import PrecisionConfig
 from tests.harness.ranks import RankError, RankPool
@@ -239,3 +240,9 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(saved: Path, tmp_path: Path, n
     os.mkfifo(tmp_path / META)
     with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read .*not an ordinary file"):
         read_description(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_a_file_of_megatron_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "distrib_optim.pt")
+    with pytest.raises(CheckpointError, match=r"distrib_optim.pt is damaged .*it is not an ordinary file"):
+        read_megatron_file(tmp_path / "distrib_optim.pt")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -150,6 +151,19 @@ def test_a_forged_rectangle_is_one_clear_error(tmp_path: Path, name: str) -> Non
     with pytest.raises(CheckpointError, match=f"__0_0.distcp is damaged: x at byte 0: .*({expected})") as error:
         TorchDistReader(tmp_path).read_whole("x")
     assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_too_short_takes_no_memory(tmp_path: Path) -> None:
+    run, _ = state("fp8", 1024)
+    written, _ = write_chunks(tmp_path, 0, [Chunk("x", (1024,), (0,), run)])
+    write_metadata(tmp_path, [replace(written[0], length=1 << 36)], common=None, checkpoint_id="here")
+    with pytest.raises(CheckpointError, match=r"x takes bytes 0 to \+ 68719476736 of __0_0.distcp, which has "):
+        TorchDistReader(tmp_path)
+    os.truncate(tmp_path / written[0].file, 1 << 36)  # of holes, which take no disk
+    reader = TorchDistReader(tmp_path)
+    os.truncate(tmp_path / written[0].file, 1000)
+    with pytest.raises(CheckpointError, match="fewer than 68719476736 bytes"):
+        reader.read_whole("x")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -188,6 +188,31 @@ def test_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: i
     first.release()
 
 
+def test_a_call_that_failed_although_it_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, when the server's answer is lost and the client asks again."""
+    link = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    lock = lock_of(tmp_path)
+    assert lock.attempt() is None
+    lock.release()
+
+
+def test_anothers_lock_that_was_renamed_is_put_back(tmp_path: Path) -> None:
+    """A process judged a dead holder, and another one was faster."""
+    judged = b"the dead holder's"
+    first, second = lock_of(tmp_path), lock_of(tmp_path)
+    assert first.attempt() is None
+    assert not second._remove(judged)
+    first.check()
+    first.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_leftovers_of_kills_are_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"{LOCK}.{'0' * 16}.{kind}" for kind in ("beat", "draft", "taken")]
     for name in names:

@@ -340,3 +340,39 @@ def test_a_file_that_reads_back_differently_is_not_announced(
     for error in errors:
         assert "iter_0000002 was not saved: rank 1: it was read back after writing, and checkpoint file " in error
         assert "__1_0.distcp is damaged: its crc32 is" in error
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "config.yaml", ".metadata", "manifest.json"])
+def test_the_first_ranks_own_files_are_read_back(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path, 0).saves(1)
+    write_manifest = saving.write_manifest
+
+    def and_spoil(folder: Path, records: object) -> None:
+        write_manifest(folder, records)  # type: ignore[arg-type]
+        _spoil(folder / name)
+
+    with mock.patch.object(saving, "write_manifest", and_spoil), pytest.raises(CheckpointError, match=name):
+        run.saves(2)
+    assert saved_iterations(tmp_path) == [1]
+
+
+def test_what_is_published_is_read_once_more(tmp_path: Path) -> None:
+    """The folder gets its name and holds something else: it is taken back, and the older one stays."""
+    run = Run(tmp_path, 0).saves(1, 2)
+    before = (iteration_folder(tmp_path, 2) / "manifest.json").read_bytes()
+    published = CheckpointWriter._check_published
+
+    def spoiled(self: CheckpointWriter, folder: Path, records: list) -> None:
+        _spoil(folder / "manifest.json")
+        published(self, folder, records)
+
+    with (
+        mock.patch.object(CheckpointWriter, "_check_published", spoiled),
+        pytest.raises(CheckpointError, match="damaged"),
+    ):
+        run.saves(2)
+    assert (iteration_folder(tmp_path, 2) / "manifest.json").read_bytes() == before
+    assert candidates(tmp_path) == [2, 1] and sorted(tmp_path.glob("iter_*")) == [
+        iteration_folder(tmp_path, 1),
+        iteration_folder(tmp_path, 2),
+    ]

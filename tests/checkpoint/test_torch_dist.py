@@ -20,12 +20,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_with_torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
 from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.manifest import ChecksummedFile, problem_with
-from fp8_megatron.checkpoint.metadata_file import METADATA
+from fp8_megatron.checkpoint.metadata_file import METADATA, read_metadata
+from fp8_megatron.checkpoint.pickles import Record
 from fp8_megatron.checkpoint.torch_dist import Chunk, TorchDistReader, Wanted, write_chunks, write_metadata
 from fp8_megatron.config.schema import CheckpointConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.mcore.initialization import named_parameters_of_model
@@ -197,6 +198,22 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
         TorchDistReader(tmp_path / "iter")
 
 
+def test_older_torch_reads_what_newer_torch_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.14 added strides to TensorProperties; the one before it takes five fields and no more."""
+    states: list[tuple] = []
+    getstate, setstate = TensorProperties.__getstate__, TensorProperties.__setstate__
+
+    def read(properties: TensorProperties, state: tuple) -> None:
+        states.append(state)
+        setstate(properties, state)
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*getstate(properties)[:5], None))
+    monkeypatch.setattr(TensorProperties, "__setstate__", read)
+    write(tmp_path, {"x": [Chunk("x", (2,), (0,), torch.ones(2))]})
+    assert described(tmp_path).state_dict_metadata["x"].properties.dtype == torch.float32
+    assert [len(state) for state in states] == [5]
+
+
 def _chunk(entry: TensorStorageMetadata, **fields: object) -> None:
     vars(entry.chunks[0]).update(fields)
 
@@ -245,6 +262,18 @@ def test_no_memory_is_taken_for_what_was_not_saved(tmp_path: Path) -> None:
     (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"elements of x were not saved"):
         TorchDistReader(tmp_path).read_whole("x")
+
+
+@pytest.mark.parametrize("attribute", ["__init__", "__setstate__", "fields"])
+def test_a_description_changes_no_class(tmp_path: Path, attribute: str) -> None:
+    """A pickle can set attributes of what it names: here of a class instead of an object."""
+    before = vars(Record).copy()
+    content = b"\x80\x02ctorch.distributed.checkpoint.metadata\nStorageMeta\n(N}U" + bytes([len(attribute)])
+    content += attribute.encode() + b"K\x01stb."
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not loaded"):
+        read_metadata(tmp_path)
+    assert vars(Record) == before and not hasattr(StorageMeta, "fields")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({"a": 1}), b"not a pickle at all"])

@@ -12,7 +12,7 @@ from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer, import_tokenizer
 from fp8_megatron.data.sft_conversations import conversations_of
 from fp8_megatron.data.sft_encoding import Encoding
-from fp8_megatron.data.tokenizer import NullTokenizer, padded_vocab_size
+from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, padded_vocab_size
 from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from fp8_megatron.data.transformers_tokenizer import HuggingFaceTokenizer
 from fp8_megatron.errors import UserError
@@ -48,6 +48,40 @@ def test_sentencepiece_gives_text_back_exactly(tokenizer_model, python_source):
         assert tokenizer.decode(ids) == text
         assert all(0 <= token < tokenizer.vocab_size and token != tokenizer.eod for token in ids)
     assert len(tokenizer.encode(python_source)) < 0.6 * len(python_source)
+
+
+def test_words_encoded_one_by_one_are_what_sentencepiece_gives(tokenizer_model, python_source):
+    tokenizer = SentencePieceTokenizer(tokenizer_model)
+    assert tokenizer._ids_of_word is not None, "the model of tools/train_tokenizer.py takes the fast path"
+    processor = sentencepiece.SentencePieceProcessor(model_file=tokenizer_model)
+    texts = [python_source, *AWKWARD, "a\u2581\u2581 \u2581b \u2581", python_source[::-1]]
+    assert tokenizer.encode_batch(texts) == processor.encode(texts)
+    assert tokenizer.encode_batch(texts) == processor.encode(texts), "a second time, from the cache"
+    tokenizer._MAX_CACHED_WORDS = 10
+    assert tokenizer.encode_batch(texts) == processor.encode(texts), "after the cache was full"
+
+
+AS_IT_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {**AS_IT_IS, "split_by_whitespace": False},
+        {**AS_IT_IS, "model_type": "unigram"},
+        {**AS_IT_IS, "byte_fallback": False},
+    ],
+)
+def test_other_sentencepiece_models_are_encoded_whole(tmp_path, python_source, options):
+    path = tmp_path / "other.model"
+    path.write_bytes(train_with_defaults(**options))
+    tokenizer = SentencePieceTokenizer(str(path))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    texts = ["if option_string in  self.actions:\n    return None", " the  argument is not a string ", python_source]
+    texts += ["one line\n\tand 漢\n字"]  # without bytes, unknown characters beside each other are one id
+    assert tokenizer._ids_of_word is None
+    assert tokenizer.encode_batch(texts) == processor.encode(texts)
 
 
 def test_tokenizer_survives_a_move_to_a_loader_process(tokenizer_model):

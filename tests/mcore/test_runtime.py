@@ -68,3 +68,23 @@ def test_products_of_16_bits_are_taken_in_fp32(
     g = cotangent.float()
     assert torch.equal(x.grad, (g @ weight.detach().float()).bfloat16())
     assert torch.equal(weight.grad, (g.t() @ x.detach().float()).bfloat16())
+
+
+def test_other_backward_calls_are_torch_s_own() -> None:
+    """Several tensors, kept graphs, chosen inputs, an input that is not used, and a vector without a gradient."""
+    x = torch.randn(4, requires_grad=True)
+    with runtime(torch.device("cpu")):
+        y = x * 2
+        torch.autograd.backward([y.sum(), (x * 3).sum()], retain_graph=True)
+        assert x.grad is not None and torch.equal(x.grad, torch.full((4,), 5.0))
+        torch.autograd.backward(y.sum(), inputs=[x])
+        assert torch.equal(x.grad, torch.full((4,), 7.0))
+        with pytest.raises(RuntimeError, match="scalar"):
+            torch.autograd.backward(x * 2)
+        other = torch.randn(4, requires_grad=True)
+        grads: list[Any] = list(torch.autograd.grad((x * x).sum(), [x, other], allow_unused=True))
+        assert torch.equal(grads[0], 2 * x.detach()) and grads[1] is None
+        with pytest.raises(RuntimeError, match="allow_unused=True"):
+            torch.autograd.grad((x * x).sum(), [x, other])
+        (first,) = torch.autograd.grad((x * x * x).sum(), x, create_graph=True)
+        assert torch.allclose(torch.autograd.grad(first.sum(), x)[0], 6 * x.detach())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fp8_megatron.errors import UserError
 from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
@@ -261,6 +262,21 @@ def test_reset_parameters() -> None:
 def test_errors_name_the_layer_and_the_fix(x: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build_layer()(x)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda layer, x: torch.func.vmap(layer)(x),
+        lambda layer, x: torch.func.jacrev(layer)(x),
+        lambda layer, x: torch.func.grad(lambda value: layer(value).sum())(x),
+        lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+    ],
+    ids=["vmap", "jacrev", "grad", "jvp"],
+)
+def test_transforms_of_torch_func_are_an_error(transform: Callable[[FP8Linear, Tensor], object]) -> None:
+    with pytest.raises(UserError, match=r"FP8Linear: an FP8 layer takes no transform of torch\.func"):
+        transform(build_layer(), torch.randn(16, IN))
 
 
 def test_a_weight_read_as_a_matrix_says_what_to_do() -> None:

@@ -101,12 +101,15 @@ def test_every_copy_is_waited_for(monkeypatch: pytest.MonkeyPatch, num_leaving: 
 
 
 @pytest.mark.parametrize("num_leaving", [1, 3, 4])
-def test_the_bits_come_back(num_leaving: int) -> None:
+@pytest.mark.parametrize(("page_bytes", "pages"), [(PAGE_BYTES, 1), (3 * LAYER_BYTES // 8, 6)], ids=["whole", "cut"])
+def test_the_bits_come_back(monkeypatch: pytest.MonkeyPatch, num_leaving: int, page_bytes: int, pages: int) -> None:
+    """Also of storages that begin and end within pages: two of 8/3 pages each, in one run."""
+    monkeypatch.setattr(offload, "PAGE_BYTES", page_bytes)
     moved = ActivationOffload(CPU)
     for own, expected in zip(gradients(moved, num_leaving), gradients(None, 0), strict=True):
         assert torch.equal(own, expected)
-    # Two micro-batches are in flight, and a layer's two storages share a page.
-    assert moved.host.nbytes == 2 * num_leaving * PAGE_BYTES
+    # Two micro-batches are in flight, and a layer's two storages share their pages.
+    assert moved.host.nbytes == 2 * num_leaving * pages * page_bytes
 
 
 def test_the_device_holds_two_layers() -> None:

@@ -198,6 +198,15 @@ def test_a_tokenizer_keeps_its_class_beside_a_model_of_another_type(tmp_path: Pa
     assert after.encode("bad head") == before.encode("bad head")
 
 
+def test_another_conversion_into_the_same_folder_is_told(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "theirs").touch()
+    assert convert(llama, tmp_path / "out", "hf") == 2
+    assert "another conversion into" in capsys.readouterr().err and (tmp_path / "out.partial" / "theirs").exists()
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -502,6 +511,20 @@ def test_a_hugging_face_folder_keeps_its_tokenizer(
     assert convert(theirs, tmp_path / "again", "hf", "--no-verify") == 0
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (1, 2), "what transformers takes for a Llama"
+
+
+def test_a_unigram_tokenizer_is_copied_and_said_to_be_incomplete(documents: list[str], tmp_path: Path) -> None:
+    from fp8_megatron.commands.train_tokenizer import train
+    from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer
+
+    model = tmp_path / "unigram.model"
+    model.write_bytes(train(documents[:10], vocab_size=500, model_type="unigram", num_threads=1))
+    (tmp_path / "out").mkdir()
+    exported = export_tokenizer(DataConfig(tokenizer_model=str(model)), tmp_path / "out")
+    assert not exported.is_complete and "tokenizer.model alone, without tokenizer.json: only BPE" in exported.message
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokenizer.model"]
+    none = export_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), tmp_path / "out")
+    assert none.message.startswith("no tokenizer: ")
 
 
 @pytest.mark.slow

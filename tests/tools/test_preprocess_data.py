@@ -2,6 +2,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -166,6 +167,38 @@ def test_sigterm_in_the_middle_leaves_nothing(tokenizer_model, output, tmp_path,
     assert process.exitcode == 2
     assert "stopped by SIGTERM: nothing is written" in capfd.readouterr().err
     assert files(output.parent) == []
+
+
+def test_the_next_run_clears_what_a_killed_one_left(corpus, tokenizer_model, output, tmp_path):
+    """But not the files of one that runs, or of another output."""
+    path = tmp_path / "long.jsonl"
+    path.write_text((json.dumps({"text": "word " * 20_000}) + "\n") * 1000)
+    other = output.with_name(f"{output.name}_text_document.bin.of_somebody.partial")
+    begun = []
+    for _ in range(2):
+        process = multiprocessing.get_context("fork").Process(target=run_and_exit, args=(path, output, tokenizer_model))
+        process.start()
+        while not (output.parent.exists() and any(f"-{process.pid}-" in name for name in files(output.parent))):
+            assert process.is_alive()
+            time.sleep(0.01)
+        begun.append(process)
+    killed, stopped = begun
+    os.kill(stopped.pid, signal.SIGSTOP)
+    killed.kill()
+    killed.join(timeout=60)
+    other.touch()
+    os.utime(other, (0, 0))
+    left = files(output.parent)
+    assert any(f"-{killed.pid}-" in name for name in left)
+    assert run(corpus, output=output, model=tokenizer_model) == 0
+    written = [f"{output.name}_text_document.{kind}" for kind in ("bin", "idx")]
+    of_stopped = [name for name in left if f"-{stopped.pid}-" in name]
+    assert files(output.parent) == sorted([*written, *of_stopped, other.name])
+    stopped.kill()
+    os.kill(stopped.pid, signal.SIGCONT)
+    stopped.join(timeout=60)
+    assert run(corpus, output=output, model=tokenizer_model, flags=("--overwrite",)) == 0
+    assert files(output.parent) == sorted([*written, other.name])
 
 
 def run_and_exit(path: Path, output: Path, model: str) -> None:
