@@ -459,7 +459,7 @@ def test_damaged_lines_are_left_out_with_a_warning(tmp_path: Path, caplog: pytes
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
     assert read_rows(path) == good
-    assert "13 lines are no records of a step or a validation; they are left out" in caplog.text
+    assert "13 lines are no rows of a step or a validation; they are left out" in caplog.text
     with open_logger(tmp_path, resume_iteration=2) as metrics_logger:
         metrics_logger.log_step(step(3))
     assert [record["iteration"] for record in read_rows(path)] == [1, 2, 2, 3]
