@@ -26,7 +26,7 @@ from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.manifest import ChecksummedFile, problem_with
 from fp8_megatron.checkpoint.metadata_file import METADATA, read_metadata
-from fp8_megatron.checkpoint.pickles import Record
+from fp8_megatron.checkpoint.pickles import PickledObject
 from fp8_megatron.checkpoint.torch_dist import Chunk, TorchDistReader, Wanted, write_chunks, write_metadata
 from fp8_megatron.config.schema import CheckpointConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.mcore.initialization import named_parameters_of_model
@@ -267,13 +267,13 @@ def test_no_memory_is_taken_for_what_was_not_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("attribute", ["__init__", "__setstate__", "fields"])
 def test_a_description_changes_no_class(tmp_path: Path, attribute: str) -> None:
     """A pickle can set attributes of what it names: here of a class instead of an object."""
-    before = vars(Record).copy()
+    before = vars(PickledObject).copy()
     content = b"\x80\x02ctorch.distributed.checkpoint.metadata\nStorageMeta\n(N}U" + bytes([len(attribute)])
     content += attribute.encode() + b"K\x01stb."
     (tmp_path / METADATA).write_bytes(content)
     with pytest.raises(CheckpointError, match="is not loaded"):
         read_metadata(tmp_path)
-    assert vars(Record) == before and not hasattr(StorageMeta, "fields")
+    assert vars(PickledObject) == before and not hasattr(StorageMeta, "fields")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({"a": 1}), b"not a pickle at all"])
