@@ -55,11 +55,15 @@ class Operator:
     fake: Callable[..., Any] | None
     check: Callable[..., Any] | None = None
     annotations: dict[str, Any] = field(init=False)
+    keyword_only: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         hints = get_type_hints(self.reference)
         hints["return"] = None if hints["return"] is type(None) else hints["return"]
         object.__setattr__(self, "annotations", hints)
+        parameters = inspect.signature(self.reference).parameters.values()
+        keyword_only = tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+        object.__setattr__(self, "keyword_only", keyword_only)
 
     @property
     def name(self) -> str:
@@ -105,11 +109,12 @@ class Operator:
 
     def specification(self, *arguments: Any) -> Any:
         """The specification, in the dtypes that it names: a caller's autocast would round its products to 16 bits."""
-        named = dict(zip(self.parameters, arguments, strict=True))
+        count = len(arguments) - len(self.keyword_only)
+        named = dict(zip(self.keyword_only, arguments[count:], strict=True))
         if not torch.is_autocast_enabled("cpu"):
-            return self.reference(**named)
+            return self.reference(*arguments[:count], **named)
         with torch.autocast("cpu", enabled=False):
-            return self.reference(**named)
+            return self.reference(*arguments[:count], **named)
 
     def outputs(self, *arguments: Any) -> Any:
         """The fake version."""
