@@ -40,7 +40,6 @@ from .rounding import Places, seed_of
 from .scales import reference as _scales
 from .scales.reference import RECORD_SIZE, REPORT_HEAD, REPORT_SUMS, SAMPLE_EVERY, SAMPLED_FROM
 from .wire import reference as _wire
-from .wire.reference import sum_of_rows
 
 amax = callable_of(_shared.amax)
 
