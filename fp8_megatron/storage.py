@@ -1,6 +1,6 @@
 """Storage formats as a user names them: dtypes, the levels of the optimizer, block sizes. Imports no torch.
 
-`formats` has the numerical limits of these dtypes; it re-exports every name of this module.
+`dtypes` has the numerical limits of these dtypes; it re-exports every name of this module.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ GRAD_BLOCK = 128
 STATE_BLOCK = 256
 #: Elements along K that share one FP32 scale in an operand of the block-scaled GEMM; a weight's tile has as many rows.
 GEMM_BLOCK = 128
+#: Elements along K that share one E8M0 scale in an operand of the MX GEMM.
+MX_BLOCK = 32
 
 #: Hopper's FP8 tensor cores take operand sizes in multiples of this.
 FP8_GEMM_MULTIPLE = 16

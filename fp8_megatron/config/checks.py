@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..errors import UserError
 from ..models.registry import architecture_of
-from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, GradReduceMode, StorageDtype
+from ..storage import FP8_GEMM_MULTIPLE, GradReduceMode, StorageDtype
 from .fields import limit_problems
 from .ignored import ignored_settings
 from .pipeline_checks import interleaving_problems, layout_problem, recompute_problem
@@ -251,7 +251,7 @@ def _check_gemm_sizes(config: Config) -> Iterator[str]:
     model, tp, of_one = config.model, config.parallel.tensor_model_parallel_size, config.precision.gemm_multiple
     tokens, cp = config.tokens_per_micro_batch, config.parallel.context_parallel_size
     # A block of tokens must lie within one rank's part of the sequence.
-    shares = config.parallel.sequence_shares if of_one == GEMM_BLOCK else 1
+    shares = config.parallel.sequence_shares if config.precision.has_blocks else 1
     if tokens % (of_one * shares):
         over = f"{of_one} × tensor_model_parallel_size({tp}) = {of_one * shares}" if shares > 1 else f"{of_one}"
         divided = f" / context_parallel_size({cp})" if cp > 1 else ""

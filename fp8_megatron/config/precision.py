@@ -7,12 +7,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, LEVELS, StorageDtype, StorageFormats
+from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, LEVELS, MX_BLOCK, StorageDtype, StorageFormats
 from .fields import History, LayersOrZero, Margin
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
-FP8Recipe = Literal["tensorwise", "delayed", "blockwise"]
+FP8Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
+
+#: Elements along a GEMM's sum that share a scale, in recipes whose blocks do not cross ranks.
+_BLOCKS: dict[FP8Recipe, int] = {"blockwise": GEMM_BLOCK, "mxfp8": MX_BLOCK}
 
 #: The dtypes of each kind of storage. Each companded integer is made for one moment, split for masters of FP8 weights.
 WeightDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8]
@@ -32,7 +35,8 @@ class PrecisionConfig:
     """Storage with fp8. O1: FP8 weight gradients. O2: also FP8 + FP16 moments. O3: also FP8 weights, FP16 master."""
     fp8_recipe: FP8Recipe = "delayed"
     """Scales of the operands of FP8 GEMMs. delayed: one per tensor, from past steps. tensorwise: one per tensor, from
-    its values. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights."""
+    its values. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights (Hopper).
+    mxfp8: one per 32 elements, a power of two (Blackwell)."""
     fp8_weight_grad_scaling: Literal["block", "delayed"] | None = None
     """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
     amaxes of past steps; the GEMM then writes FP8 directly. Default: delayed with --fp8-recipe delayed and
@@ -96,8 +100,13 @@ class PrecisionConfig:
 
     @property
     def gemm_multiple(self) -> int:
-        """What the sizes of FP8 GEMMs are multiples of, on each rank: a block, or what tensor cores take."""
-        return GEMM_BLOCK if self.fp8_recipe == "blockwise" else FP8_GEMM_MULTIPLE
+        """Sizes of FP8 GEMMs are multiples of this on every rank (`Recipe.size_multiple`)."""
+        return _BLOCKS.get(self.fp8_recipe, FP8_GEMM_MULTIPLE)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether elements of a matrix have scales of their own."""
+        return self.fp8_recipe in _BLOCKS
 
     @property
     def weight_grad_scaling(self) -> Literal["block", "delayed"]:

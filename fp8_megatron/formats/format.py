@@ -53,6 +53,7 @@ class Format(ABC):
     takes_row_scales: ClassVar[bool] = False
     transpose_keeps_scale: ClassVar[bool] = False
     scale_dims: ClassVar[tuple[int, int]] = (0, 1)
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
 
     def __str__(self) -> str:
         rounding = ", powers of two" if self.power_of_two else ""
@@ -130,7 +131,7 @@ class Format(ABC):
 
     @abstractmethod
     def row_scales(self, operand: Quantized, step: int) -> Tensor:
-        """The scales of every `step`-th row as `ops.measure_cast_` takes them, FP32 [⌈M / step⌉, ⌈K / 128⌉]."""
+        """The scales of every `step`-th row as `ops.measure_cast_` takes them, FP32 [⌈M / step⌉, ·]."""
 
     def check_device(self, device: torch.device) -> None:  # noqa: B027 (most run on every GPU with FP8)
         """Refuse a GPU that has no GEMM of this format; a CPU runs the specification.

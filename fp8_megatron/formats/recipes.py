@@ -6,15 +6,16 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
-from . import blockwise, tensorwise
+from . import blockwise, mxfp8, tensorwise
 from .format import Roles
 
-RecipeName = Literal["tensorwise", "delayed", "blockwise"]
+RecipeName = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
 
 _ROLES: dict[RecipeName, Callable[[bool], Roles]] = {
     "tensorwise": tensorwise.roles,
     "delayed": tensorwise.roles,
     "blockwise": blockwise.roles,
+    "mxfp8": mxfp8.roles,
 }
 
 

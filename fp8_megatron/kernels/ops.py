@@ -25,13 +25,15 @@ from .cross_entropy import reference as _cross_entropy
 from .cross_entropy.reference import KEPT, PAYLOAD_SCALE
 from .gemm import reference as _gemm
 from .health import reference as _health
-from .health.reference import LOWEST_EXPONENT, NUM_MAXIMA, NUM_STATISTICS, Statistic
+from .health.reference import LOWEST_EXPONENT, NUM_MAXIMA, NUM_STATISTICS, Statistic, measured_block
 from .norm import reference as _norm
 from .quantize import blocks as _blocks
 from .quantize import blockwise as _blockwise
+from .quantize import mx as _mx
 from .quantize import reference as _quantize
 from .quantize.blocks import dequantize_blocks
 from .quantize.blockwise import load_state
+from .quantize.mx import dequantize_mx
 from .reference import decode, encode, round_up_to_power_of_two, scale_from_amax
 from .registration import callable_of
 from .rope import reference as _rope
@@ -53,6 +55,8 @@ quantize_blocks = callable_of(_blocks.quantize_blocks)
 quantize_tiles = callable_of(_blocks.quantize_tiles)
 transpose_tiles = callable_of(_blocks.transpose_tiles)
 
+quantize_mx = callable_of(_mx.quantize_mx)
+
 quantize_blockwise_ = callable_of(_blockwise.quantize_blockwise_)
 dequantize_blockwise = callable_of(_blockwise.dequantize_blockwise)
 squared_norm = callable_of(_blockwise.squared_norm)
@@ -62,6 +66,7 @@ scaled_mm = callable_of(_gemm.scaled_mm)
 scaled_mm_into_ = callable_of(_gemm.scaled_mm_into_)
 scaled_mm_to_fp8_ = callable_of(_gemm.scaled_mm_to_fp8_)
 block_scaled_mm_into_ = callable_of(_gemm.block_scaled_mm_into_)
+mx_mm_into_ = callable_of(_gemm.mx_mm_into_)
 
 norm_amax = callable_of(_norm.norm_amax)
 norm_quantize = callable_of(_norm.norm_quantize)
@@ -122,6 +127,19 @@ def block_scaled_mm(
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     block_scaled_mm_into_(out, a, b, scales_a, scales_b, bias=bias)
     return out
+
+
+def check_mx(device: torch.device) -> None:
+    """Refuse a GPU that `mx_mm_into_` does not run on; a CPU runs the specification.
+
+    Raises:
+        UnsupportedDeviceError: with what it needs.
+    """
+    if device.type != "cuda":
+        return
+    from .gemm.mx_cuda import check_device  # a GPU variant: not loaded before it is needed
+
+    check_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def check_fp8_attention(device: torch.device) -> None:

@@ -60,11 +60,10 @@ def new_token(layer: CompilableLayer) -> Tensor:
 def compiled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """y [T, N] in `dtype` = x [T, K] · Wᵀ + bias [N], with the bits of `fp8_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
-    scale_shape = layer.quantizers.input.format.scale_shape(x.shape[1], x.shape[0])
-    scales_rows = layer.scales_grad_rows
-    y: Tensor = _Linear.apply(
-        x, layer.token, bias, layer.out_features, dtype, keeps_input, scale_shape, layer.evaluates, scales_rows
-    )
+    format = layer.quantizers.input.format
+    scales = format.scale_shape(x.shape[1], x.shape[0]), format.scale_dtype
+    call = (layer.out_features, dtype, keeps_input, *scales, layer.evaluates, layer.scales_grad_rows)
+    y: Tensor = _Linear.apply(x, layer.token, bias, *call)
     return y
 
 
@@ -93,10 +92,11 @@ def _linear(
     dtype: torch.dtype,
     keeps_input: bool,
     scale_shape: Sequence[int],
+    scale_dtype: torch.dtype,
     evaluates: bool,
     scales_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [T, N] in `dtype`, and what wgrad takes of the input: its transpose E4M3 [K, T] with scales FP32.
+    """y [T, N] in `dtype`, and what wgrad takes of the input: its transpose E4M3 [K, T] with scales.
 
     Both are empty if not `keeps_input`, and with `scales_rows`, whose wgrad takes the input itself.
 
@@ -104,8 +104,8 @@ def _linear(
         x: [T, K].
         token: of the layer (`new_token`).
         bias: [N].
-        out_features, scale_shape: what the shapes of the result follow from, for the fake operator. The latter is
-            the transpose's (`Format.scale_shape`).
+        out_features, scale_shape, scale_dtype: what the fake operator's results follow from; the scales are those of
+            the transpose.
         evaluates: the layer's casts leave no amax behind (`CompilableLayer.evaluates`).
         scales_rows: each row of the output's gradient has a scale of its own (`row_scaled`).
     """
@@ -122,12 +122,12 @@ def _linear(
 
 
 def _fake_linear(x: Tensor, token: Tensor, bias: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out_features, dtype, keeps_input, scale_shape, _, scales_rows = call
+    out_features, dtype, keeps_input, scale_shape, scale_dtype, _, scales_rows = call
     rows, columns = x.shape
     y = x.new_empty((rows, out_features), dtype=dtype)
     if scales_rows or not keeps_input:
         return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
-    return y, x.new_empty((columns, rows), dtype=E4M3), x.new_empty(scale_shape, dtype=torch.float32)
+    return y, x.new_empty((columns, rows), dtype=E4M3), x.new_empty(scale_shape, dtype=scale_dtype)
 
 
 def _linear_backward(
@@ -205,7 +205,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, *call: Any) -> Tensor:
         y, columns, scale = torch.ops.fp8_megatron.linear(x, token, bias, *call)
-        _, _, keeps_input, _, evaluates, scales_rows = call
+        _, _, keeps_input, _, _, evaluates, scales_rows = call
         ctx.save_for_backward(x if scales_rows and keeps_input else columns, scale, token)
         ctx.in_features, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
         ctx.evaluates, ctx.scales_rows = evaluates, scales_rows

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import GEMM_BLOCK, GRAD_BLOCK
+from ..dtypes import GRAD_BLOCK
 from ..formats.format import Quantized
 from ..kernels import ops
 from . import unfused
@@ -75,7 +75,8 @@ class CastProbe:
         of its values before the cast."""
         step = row_step(*operand.payload.shape)
         payload, scales = operand.payload[::step], operand.format.row_scales(operand, step)
-        wide = scales.repeat_interleave(GEMM_BLOCK, dim=1)[:, : payload.shape[1]]
+        block = ops.measured_block(payload, scales)
+        wide = scales.repeat_interleave(block, dim=1)[:, : payload.shape[1]]
         self.measure(ops.decode(payload, wide), payload, scales)
 
     @torch.no_grad()

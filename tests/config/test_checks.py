@@ -183,6 +183,7 @@ FULL = "--recompute-granularity full "
         (1, "--max-position-embeddings 512", "max_position_embeddings(512) < seq_length(1024); choose at least 1024"),
         # sizes of FP8 GEMMs
         (1, "--fp8-recipe blockwise --ffn-hidden-size 4000", "FP8 GEMM: ffn_hidden_size(4000) is not a multiple of"),
+        (1, "--fp8-recipe mxfp8 --ffn-hidden-size 4016", "FP8 GEMM: ffn_hidden_size(4016) is not a multiple of 32;"),
         (
             4,
             "--fp8-recipe blockwise --tensor-model-parallel-size 4 --sequence-parallel --seq-length 256 "

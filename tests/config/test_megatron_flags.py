@@ -171,6 +171,7 @@ def test_a_mistake_is_one_line(words: list[str], said: str) -> None:
         ("--fp16 --no-fp16", "fp8", "delayed", "O3"),
         ("--bf16 --fp8-format hybrid", "fp8", "delayed", "O3"),
         ("--fp8-format e4m3 --fp8-recipe blockwise", "fp8", "blockwise", "O3"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "fp8", "mxfp8", "O3"),
         ("--bf16 --fp8-hybrid --transformer-impl local", "fp8", "delayed", "O3"),
         ("--bf16 --fp8-hybrid --transformer-impl transformer_engine", "te", "delayed", "O3"),
         ("--bf16 --fp8-hybrid --transformer-impl transformer_engine --msamp", "fp8", "delayed", "O3"),
@@ -203,7 +204,7 @@ def test_the_precision_that_switches_choose(flags: str, precision: str, recipe: 
         ("--fp8-e4m3", "--fp8-e4m3: output gradients are E5M2 under fp8_recipe(delayed)"),
         ("--fp8-format e4m3 --fp8-recipe tensorwise", "--fp8-format e4m3: output gradients are E5M2 under fp8_recipe"),
         ("--transformer-impl inference_optimized", "is not one of transformer_engine, local"),
-        ("--fp8-recipe mxfp8", "--fp8-recipe 'mxfp8' is not one of tensorwise, delayed, blockwise"),
+        ("--fp8-recipe custom", "--fp8-recipe 'custom' is not one of tensorwise, delayed, blockwise, mxfp8"),
     ],
 )
 def test_switches_that_contradict_each_other(flags: str, said: str) -> None:

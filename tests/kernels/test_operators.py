@@ -34,6 +34,10 @@ def _fp8(rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:
     return torch.randn(rows, columns).to(dtype)
 
 
+def _mx_scales(rows: int, columns: int) -> Tensor:
+    return torch.rand(rows, columns // 32).to(torch.float8_e8m0fnu)
+
+
 def samples() -> dict[str, list[tuple[Any, ...]]]:
     """Operator → arguments of the specification; each optional argument is given in one of them and not in another."""
     x, weight, vector = torch.randn(T, K).bfloat16(), torch.rand(K).bfloat16(), torch.rand(T)
@@ -179,6 +183,10 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "measure_cast_": [(x, _fp8(T, K), torch.rand(T, 1), torch.zeros(64, dtype=torch.float64))],
         "quantize_blocks": [(x, E4M3, True, True, True, False), (x, E5M2, False, True, False, True)],
         "quantize_tiles": [(x, E4M3, True, True, False), (x, E4M3, False, True, True)],
+        "quantize_mx": [(x, E4M3, True, True), (x, E4M3, False, True), (torch.randn(96, 32), E4M3, True, False)],
+        "mx_mm_into_": [
+            (torch.empty(T, 32), _fp8(T, K), _fp8(32, K), _mx_scales(T, K), _mx_scales(32, K), None, torch.rand(T, 32))
+        ],
         "transpose_tiles": [(_fp8(T, K), torch.rand(1, 4))],
         "block_scaled_mm_into_": [
             (torch.empty(T, 16), _fp8(T, K), _fp8(16, K), torch.rand(1, T), torch.rand(1, 16), None, torch.rand(T, 16))

@@ -139,12 +139,14 @@ def blockwise(ranks: RankPool) -> dict[str, TinyRun]:
     "precision",
     [
         PrecisionConfig(),
+        PrecisionConfig(fp8_recipe="mxfp8"),
+        PrecisionConfig(fp8_recipe="mxfp8", opt_level="O2"),
         replace(BLOCKWISE, fp8_power_of_two_scales=True),
         replace(BLOCKWISE, opt_level="O2"),
         replace(BLOCKWISE, fp8_lm_head=True, keep_fp8_transpose_cache=1),
         replace(BLOCKWISE, first_last_layers_bf16=True, num_layers_at_end_in_bf16=0),
     ],
-    ids=["tensorwise", "power_of_two", "O2", "head_and_cache", "first_layer_in_bf16"],
+    ids=["delayed", "mxfp8", "mxfp8_O2", "power_of_two", "O2", "head_and_cache", "first_layer_in_bf16"],
 )
 def test_blocks_learn_as_other_precisions_do(
     ranks: RankPool, blockwise: dict[str, TinyRun], precision: PrecisionConfig

@@ -47,14 +47,15 @@ def steps(records: list[dict]) -> list[tuple[int, float, float]]:
     return [(r["iteration"], r["loss"], r["grad_norm"]) for r in records if r["kind"] == "train"]
 
 
+MXFP8: tuple[str, str, dict[str, Any]] = ("fp8", "O3", {"fp8_recipe": "mxfp8"})
 #: Its heads are wider than the model; they take more steps to learn.
 FP8_ATTENTION = {"fp8_recipe": "delayed", "fp8_dot_product_attention": True, "kv_channels": 128, "train_iters": 100}
 
 
 @pytest.mark.parametrize(
     ("precision", "level", "others"),
-    [("bf16", "O3", {}), ("fp16", "O3", {}), ("fp8", "O1", {}), ("fp8", "O3", {}), ("fp8", "O3", FP8_ATTENTION)],
-    ids=["bf16", "fp16", "fp8-O1", "fp8-O3", "fp8-attention"],
+    [("bf16", "O3", {}), ("fp16", "O3", {}), ("fp8", "O1", {}), ("fp8", "O3", {}), ("fp8", "O3", FP8_ATTENTION), MXFP8],
+    ids=["bf16", "fp16", "fp8-O1", "fp8-O3", "fp8-attention", "mxfp8"],
 )
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_every_level_and_style_learns(

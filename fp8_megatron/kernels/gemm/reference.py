@@ -1,4 +1,5 @@
-"""The specification of the FP8 GEMMs in plain PyTorch: with a scale for each tensor, of blocks, and of tiles.
+"""The specification of the FP8 GEMMs in plain PyTorch: with a scale for each tensor, of blocks, of tiles, and of MX
+blocks.
 
 The limits of Hopper's GEMMs hold on every device.
 """
@@ -8,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dtypes import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE
+from ...dtypes import E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE, MX_BLOCK
 from ..quantize.blocks import dequantize_blocks, has_tile_scales
+from ..quantize.mx import E8M0, dequantize_mx
 from ..reference import decode, encode
 from ..registration import operator
 
@@ -196,6 +198,71 @@ def block_scaled_mm_into_(
         ValueError: see `check_block_scaled_mm`.
     """
     product = dequantize_blocks(a, scales_a) @ dequantize_blocks(b, scales_b).t()
+    for summand in (bias, addend):
+        if summand is not None:
+            product += summand.float()
+    out.copy_(product)
+
+
+def check_mx_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor) -> None:
+    """Check a GEMM a [M, K] · b [N, K]ᵀ.
+
+    Raises:
+        ValueError: operands that are not FP8, both E5M2, not contiguous, of sizes that are no multiples of 32, or with
+            other scales than `quantize.mx` makes.
+    """
+    _checked("MX GEMM", a, b)
+    for letter, operand, scales in (("a", a, scales_a), ("b", b, scales_b)):
+        rows, columns = operand.shape
+        if rows % MX_BLOCK or columns % MX_BLOCK:
+            raise ValueError(f"MX GEMM sizes are multiples of {MX_BLOCK}; {letter} is [{rows}, {columns}]")
+        if scales.dtype != E8M0 or scales.shape != (rows, columns // MX_BLOCK):
+            raise ValueError(
+                f"scales of {letter} [{rows}, {columns}] are {E8M0} [{rows}, {columns // MX_BLOCK}], not "
+                f"{scales.dtype} {list(scales.shape)}"
+            )
+        assert scales.is_contiguous(), scales.stride()
+
+
+def _check_mx_mm_into(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None,
+) -> None:
+    check_mx_mm(a, b, scales_a, scales_b)
+    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
+    assert bias is None or out.dtype == bias.dtype != torch.float32, (bias, out.dtype)
+    if addend is not None:
+        _check_addend(out, addend)
+
+
+@operator(gpu=".mx_cuda", mutates=["out"], check=_check_mx_mm_into)
+def mx_mm_into_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+) -> None:
+    """``a · bᵀ (+ bias) (+ addend)`` into `out`, accumulated in FP32 and rounded to `out`'s dtype once.
+
+    Args:
+        out: contiguous [M, N] in BF16, FP16 or FP32.
+        a, b: FP8 [M, K] and [N, K], with `scales_a` and `scales_b` from `quantize.mx`.
+        bias: [N] in `out`'s dtype, or None. It must be None with an FP32 `out`.
+        addend: contiguous [M, N] in `out`'s dtype, or None.
+
+    Raises:
+        ValueError: see `check_mx_mm`.
+    """
+    product = dequantize_mx(a, scales_a) @ dequantize_mx(b, scales_b).t()
     for summand in (bias, addend):
         if summand is not None:
             product += summand.float()

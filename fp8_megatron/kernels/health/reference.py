@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ...dtypes import FP8_DTYPES, GEMM_BLOCK, MAX_FINITE
+from ...dtypes import FP8_DTYPES, GEMM_BLOCK, MAX_FINITE, MX_BLOCK
 from ..reference import decode
 from ..registration import operator
 
@@ -50,9 +50,17 @@ NUM_MAXIMA = Statistic.COUNT.value
 NUM_EXPONENTS = NUM_STATISTICS - Statistic.EXPONENTS.value
 
 
+def measured_block(value: Tensor, scales: Tensor) -> int:
+    """How many columns of `value` [M, K] a column of `scales` is for: 128 or 32."""
+    for block in (GEMM_BLOCK, MX_BLOCK):
+        if scales.shape == (value.shape[0], -(-value.shape[1] // block)):
+            return block
+    raise AssertionError(f"scales {list(scales.shape)} are not those of a matrix {list(value.shape)}")
+
+
 def _check_cast(value: Tensor, payload: Tensor, scales: Tensor, statistics: Tensor) -> None:
     assert value.ndim == 2 and payload.shape == value.shape and payload.dtype in FP8_DTYPES, (value.shape, payload)
-    assert scales.shape == (value.shape[0], -(-value.shape[1] // GEMM_BLOCK)), (scales.shape, value.shape)
+    measured_block(value, scales)
     assert statistics.dtype == torch.float64 and statistics.shape == (NUM_STATISTICS,), statistics
     assert statistics.is_contiguous() and scales.dtype == torch.float32, (statistics.stride(), scales.dtype)
 
@@ -63,12 +71,12 @@ def measure_cast_(value: Tensor, payload: Tensor, scales: Tensor, statistics: Te
 
     Args:
         value: x [M, K] before the cast, any float dtype; payload: FP8 [M, K]. Their rows may be strided.
-        scales: FP32 [M, ⌈K / 128⌉], the scale of 128 elements of a row each, with any strides. An expanded tensor is
-            one scale for all.
+        scales: FP32 [M, ⌈K / 128⌉] or [M, K / 32], the scale of 128 or 32 elements of a row each, with any strides. An
+            expanded tensor is one scale for all.
         statistics: FP64 [`NUM_STATISTICS`].
     """
     x = value.float()
-    scale = scales.repeat_interleave(GEMM_BLOCK, dim=1)[:, : x.shape[1]]
+    scale = scales.repeat_interleave(measured_block(value, scales), dim=1)[:, : x.shape[1]]
     wide = x.double()
     restored = decode(payload).double() * scale.double()
     finite = torch.isfinite(x) & torch.isfinite(restored)

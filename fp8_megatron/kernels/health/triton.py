@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dtypes import GEMM_BLOCK, MAX_FINITE
+from ...dtypes import MAX_FINITE
 from ..shapes import cdiv
-from .reference import ABOVE_LARGEST, LOWEST_EXPONENT, NUM_EXPONENTS, Statistic
+from .reference import ABOVE_LARGEST, LOWEST_EXPONENT, NUM_EXPONENTS, Statistic, measured_block
 
 #: Rows of 128 elements that a program reads. 32 · 128 elements are 16 a thread, whose FP64 values fit into registers.
 _ROWS = 32
@@ -89,11 +89,12 @@ def measure_cast_(value: Tensor, payload: Tensor, scales: Tensor, statistics: Te
     """`reference.measure_cast_`."""
     rows, columns = value.shape
     assert value.stride(1) == payload.stride(1) == 1 or columns == 1, (value.stride(), payload.stride())
-    grid = (cdiv(rows, _ROWS), cdiv(columns, GEMM_BLOCK))
+    block = measured_block(value, scales)
+    grid = (cdiv(rows, _ROWS), cdiv(columns, block))
     _measure_cast[grid](
         value, payload, scales, statistics, statistics.view(torch.int64), rows, columns,
         value.stride(0), payload.stride(0), scales.stride(0), scales.stride(1),
         MAX_FINITE[payload.dtype], ABOVE_LARGEST, LOWEST_EXPONENT, NUM_EXPONENTS,
-        int(Statistic.COUNT), int(Statistic.EXPONENTS), _ROWS, GEMM_BLOCK, num_warps=_NUM_WARPS,
+        int(Statistic.COUNT), int(Statistic.EXPONENTS), _ROWS, block, num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from ...config.schema import Config
 from ...config.words import multiples_near
-from ...storage import GEMM_BLOCK
 from .attention_checks import attention_problems, context_problems
 
 
@@ -114,7 +113,7 @@ def _width_problems(config: Config) -> Iterator[str]:
         (f"ffn_hidden_size({ffn})", ffn, tp),
     ]
     of_one = config.precision.gemm_multiple
-    fix = "--fp8-recipe tensorwise" if of_one == GEMM_BLOCK else "--precision bf16"
+    fix = "--fp8-recipe tensorwise" if config.precision.has_blocks else "--precision bf16"
     for equation, size, ranks in sizes:
         multiple = of_one * ranks
         if size % multiple:
