@@ -22,7 +22,7 @@ from fp8_megatron.quantization.stats import snr_db
 
 #: Noise of an E4M3 operand times another, and of E5M2 times E4M3 (test_linear.py), less 1 dB for the sample.
 E4M3_E4M3_DB, E5M2_E4M3_DB = 27.5, 23.5
-RECIPES: tuple[RecipeName, ...] = ("tensorwise", "delayed", "blockwise")
+RECIPES: tuple[RecipeName, ...] = ("tensorwise", "delayed", "blockwise", "mxfp8")
 IN, OUT = 256, 128
 
 

@@ -18,7 +18,7 @@ from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.main_grad import KeptGrads
 
-RECIPES: tuple[RecipeName, ...] = ("tensorwise", "delayed", "blockwise")
+RECIPES: tuple[RecipeName, ...] = ("tensorwise", "delayed", "blockwise", "mxfp8")
 
 
 class Counting:

@@ -173,6 +173,16 @@ def test_blocks_on_ranks(ranks: RankPool, blockwise: dict[str, TinyRun], model: 
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=0.1)
 
 
+@pytest.mark.parametrize("layout", ["tp2_sp", slow("dp2")])
+def test_mx_blocks_on_ranks(ranks: RankPool, layout: str) -> None:
+    """As `test_blocks_on_ranks`: inputs and output gradients are gathered with their scales."""
+    precision = PrecisionConfig(fp8_recipe="mxfp8")
+    expected, found = (run_in_blocks(ranks, "llama", precision, name) for name in ("one", layout))
+    assert found.losses[0] == pytest.approx(expected.losses[0], abs=3e-3)
+    assert found.losses == pytest.approx(expected.losses, abs=1e-2)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=0.1)
+
+
 # Attention: documents and windows, FP8, norms of query and key
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8_megatron.dtypes import MAX_FINITE
 from fp8_megatron.formats.blockwise import Blocks
 from fp8_megatron.formats.format import Quantized
+from fp8_megatron.formats.mxfp8 import MXFP8
 from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.ops import Statistic
@@ -92,11 +93,13 @@ def restored(operand: Quantized) -> tuple[Tensor, Tensor]:
     scale = operand.scale.double()
     if isinstance(operand.format, Blocks):
         scale = scale.t().repeat_interleave(128, dim=1)
+    elif isinstance(operand.format, MXFP8):
+        scale = scale.repeat_interleave(32, dim=1)
     return operand.payload.double() * scale, scale.expand(operand.payload.shape)
 
 
 @pytest.mark.parametrize("sampled_elements", [1 << 21, 1 << 12])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("name", sources())
 def test_a_probe_measures_what_was_cast(
     name: str, recipe: RecipeName, sampled_elements: int, monkeypatch: pytest.MonkeyPatch
@@ -104,7 +107,7 @@ def test_a_probe_measures_what_was_cast(
     """Under blockwise, values that are computed are rounded to 16 bits before the cast: by up to 2⁻⁹ each."""
     monkeypatch.setattr(cast_health, "SAMPLED_ELEMENTS", sampled_elements)
     role, source, values = sources()[name]
-    if recipe != "blockwise" and name == "activation gradient":
+    if recipe in ("tensorwise", "delayed") and name == "activation gradient":
         source = ActivationGradSource(**{**vars(source), "activation_scale": torch.ones(1)})
     quantizer = getattr(quantizers(recipe, saturation=2.0), role)
     quantizer.quantize(source)
@@ -126,7 +129,7 @@ def test_a_probe_measures_what_was_cast(
     found = quantizer.probe.statistics
     assert found[Statistic.COUNT] == value.numel() and found[Statistic.NON_FINITE] == 0
     tolerance = 1e-4  # FP32 against float64: about 2⁻²⁰ of a value
-    if recipe == "blockwise":
+    if recipe in ("blockwise", "mxfp8"):
         value = value.bfloat16().double()
         tolerance = 2e-3  # an FP32 value on the other side of a border between two BF16 values: 2⁻⁸, of some elements
     for statistic, expected in {
