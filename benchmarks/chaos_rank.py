@@ -80,8 +80,7 @@ def _train_and_tell(run: Any) -> None:
     for index, space in enumerate(run.state.optimizer.states):
         if space.gather is not None:
             space.gather.wait()
-        for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
-            stored = getattr(space, kind)
+        for kind, stored in {"weight": space.weight, "master": space.master, **space.states}.items():
             for name, tensor in (("payload", stored.payload), ("scales", stored.scales)):
                 if tensor is not None:
                     bits = tensor.contiguous().view(torch.uint8).numpy().tobytes()

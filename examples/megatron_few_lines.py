@@ -39,7 +39,7 @@ def train(name: str, flags: list[str], folder: Path) -> Row | None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     memory = predict_memory(config, padded_vocab_size(config), world_size=world_size)
     held = memory.linear + memory.rest
-    state = held.master_weights + held.exp_avg + held.exp_avg_sq + held.scales
+    state = held.master_weights + sum(held.states.values()) + held.scales
     seconds = median(step["step_seconds"] for step in steps[3:])
     peak = int(steps[-1]["peak_memory_gib"] * 2**30) if torch.cuda.is_available() else None
     return Row(name, Bytes(held.weights, held.gradients, state), peak, seconds, steps[-1]["loss"])

@@ -34,9 +34,9 @@ class StorageDtype(str, Enum):
     FP16 = "fp16"
     FP8 = "fp8"
     INT8 = "int8"
-    """Companded; for exp_avg only."""
+    """Companded, signed; for averages of gradients."""
     UINT8 = "uint8"
-    """Companded; for exp_avg_sq only."""
+    """Companded, not negative; for averages of squares."""
     SPLIT = "split"
     """One byte of correction beside an FP8 weight; for main_params only."""
 
@@ -96,26 +96,41 @@ class GradReduceMode(str, Enum):
 
 @dataclass(frozen=True)
 class StorageFormats:
-    """Storage dtypes of one linear weight and of everything the optimizer keeps for it.
+    """Storage dtypes of one linear weight and of everything an optimizer may keep for it.
 
-    ``master_weight is None`` means that the weight itself is the master (levels O1 and O2).
+    Attributes:
+        master_weight: None: the weight itself is the master (levels O1 and O2).
+        average: of state that averages gradients. square: of state that averages their squares.
     """
 
     weight: StorageDtype
     main_grad: StorageDtype
     master_weight: StorageDtype | None
-    exp_avg: StorageDtype
-    exp_avg_sq: StorageDtype
+    average: StorageDtype
+    square: StorageDtype
 
-    @property
-    def bytes_per_param(self) -> int:
-        """Bytes per parameter on one unsharded rank with one micro-batch, without scales."""
-        kinds = (self.weight, self.main_grad, self.master_weight, self.exp_avg, self.exp_avg_sq)
-        return sum(kind.itemsize for kind in kinds if kind is not None)
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One tensor that an update rule stores beside each weight, in blocks of `STATE_BLOCK` elements.
+
+    Attributes:
+        name: in state dicts and checkpoints. title: in tables.
+        holds_squares: it averages squares, so it is never negative and its rounding never gives 0. Other state is
+            signed, and is rounded so that it is exact on average.
+    """
+
+    name: str
+    title: str
+    holds_squares: bool = False
+
+    def dtype(self, formats: StorageFormats) -> StorageDtype:
+        """Its storage dtype."""
+        return formats.square if self.holds_squares else formats.average
 
 
 _F = StorageDtype
-#: The levels (README, "Precision levels"): bf16 holds 18 bytes a parameter, O1 11, O2 6, O3 7.
+#: The levels (README, "Precision levels"). With AdamW bf16 holds 18 bytes a parameter, O1 11, O2 6, O3 7.
 LEVELS: dict[str, StorageFormats] = {
     "bf16": StorageFormats(_F.BF16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),
     "fp16": StorageFormats(_F.FP16, _F.FP32, _F.FP32, _F.FP32, _F.FP32),

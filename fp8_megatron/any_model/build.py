@@ -34,7 +34,7 @@ def build_optimizer(
     """The FP8 optimizer in place of the user's, with its param groups and hyperparameters.
 
     Args:
-        optimizer: torch's Adam or AdamW over parameters of the model, before its first step.
+        optimizer: one that `update_rules` knows, over parameters of the model, before its first step.
         replaced: weights that were replaced in the model → the new ones. The new ones start with the old ones' values.
         opt_level: O1, O2 or O3.
         process_group: the model's replicas, if there are several; None: all ranks of an initialised
@@ -44,7 +44,7 @@ def build_optimizer(
     Raises:
         OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
     """
-    check_optimizer(optimizer)
+    rule = check_optimizer(optimizer)
     names = {param: name for name, param in model.named_parameters()}
     if not names:
         raise OptimizerError("the model has no parameters")
@@ -62,6 +62,7 @@ def build_optimizer(
         num_gradients=gradient_accumulation_steps or 1,
         replication=replication,
         transposed=transposed_weights(model),
+        rule=rule,
     )
     take_place_of(optimizer, built)
     built.zero_grad()  # weights that were replaced have left theirs behind

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from ..device.group import Group
 from ..dtypes import LEVELS, STATE_BLOCK, StorageDtype
 from ..nn.module import FP8Linear
+from ..optimizer.rules.rule import build_rule
 from ..optimizer.written_weights import write_weight
 from ..quantization.amax_history import SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
@@ -59,7 +60,12 @@ class FSDPOptimizer(FP8Optimizer):
     def _whole_state(self, transposed: Iterable[Tensor]) -> ShardedState:
         parts = (self._spaces, self._numbers, self._skipped.num, self._histories)
         return ShardedState(
-            *parts, transposed=transposed, sharded=self._sharded.values(), storage=self._storage, groups=self._groups
+            *parts,
+            rules=self._rules,
+            transposed=transposed,
+            sharded=self._sharded.values(),
+            storage=self._storage,
+            groups=self._groups,
         )
 
     @torch.no_grad()
@@ -75,7 +81,8 @@ class FSDPOptimizer(FP8Optimizer):
                 self._groups.append(one.group)
             self._mesh_groups += [group for group in one.mesh_groups if group not in self._mesh_groups]
             self._check_storage(one)
-        self._name_state([one.param for one in trained])
+        rule = build_rule(self._rule, param_group)
+        self._name_state({one.param: rule for one in trained})
         spaces = partition(
             [(one.name, one.rows) for one in trained if one.rows.numel()],  # type: ignore[misc]
             self._sharing_of,
@@ -191,12 +198,12 @@ def build_sharded_optimizer(
     Called by every rank. The masters start with the values of the weights as they are stored.
 
     Args:
-        optimizer: torch's Adam or AdamW over the model's parameters, built after ``fully_shard``.
+        optimizer: one that `update_rules` knows, over the model's parameters, built after ``fully_shard``.
 
     Raises:
         OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
     """
-    check_optimizer(optimizer)
+    rule = check_optimizer(optimizer)
     if not any(isinstance(module, FP8Linear) for module in model.modules()):
         raise OptimizerError(
             "fully_shard has sharded the model, and no layer is in FP8: call fp8_megatron.replace_linears(model) "
@@ -220,6 +227,7 @@ def build_sharded_optimizer(
         storage=ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32),
         histories=delayed_scales(model, next(iter(names)).device),
         transposed=transposed_weights(model),
+        rule=rule,
     )
     take_place_of(optimizer, built)
     # FSDP2 looks at its parameters' memory again after a load.

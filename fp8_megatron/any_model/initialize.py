@@ -45,9 +45,9 @@ def initialize(
 
     Args:
         model: any module; its linear layers become `FP8Linear` in place (`replace_linears`), or are so already.
-        optimizer: torch's AdamW or Adam over the model's parameters, before its first step. Do not use it again; its
-            param groups belong to the returned optimizer. Linear layers that are trained and that it does not have
-            stay as they are, for another optimizer.
+        optimizer: torch's AdamW, Adam or SGD, or another of `update_rules`, over the model's parameters, before its
+            first step. Do not use it again; its param groups belong to the returned optimizer. Linear layers that are
+            trained and that it does not have stay as they are, for another optimizer.
         opt_level: storage of a trained linear layer. Bytes a parameter: O1 11 (weight FP16, gradient FP8, moments
             FP32), O2 6 (moments FP8 and FP16), O3 7 (weight FP8, master FP16, the rest as O2).
         recipe: how operands of the GEMMs are scaled: tensorwise (by each tensor's own values), delayed (by the last 16

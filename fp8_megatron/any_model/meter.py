@@ -48,7 +48,7 @@ class Bytes:
         weights = sum(_stored(tensor) for tensor in tensors.values())
         if isinstance(optimizer, FP8Optimizer):
             held = optimizer.storage_bytes
-            state = sum(held[kind] for kind in ("master_weight", "exp_avg", "exp_avg_sq", "scales"))
+            state = sum(held.values()) - held["weight"] - held["main_grad"] - held["grad_scales"]
             # The optimizer holds the scales of the weights that it trains.
             state -= sum(_stored(tensor.scale) for tensor in tensors.values() if _is_trained(tensor))
             return cls(weights, held["main_grad"] + held["grad_scales"], state)

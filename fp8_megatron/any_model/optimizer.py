@@ -1,13 +1,13 @@
-"""`FP8Optimizer`: Adam and AdamW over FP8 state for any model, as a `torch.optim.Optimizer`.
+"""`FP8Optimizer`: an update rule over FP8 state for any model, as a `torch.optim.Optimizer`.
 
 How it fits together:
 
 - The trainable parameters of each of the user's param groups lie in a few spaces (`sharding.partition`): FP8 linear
   weights, and plain matrices and vectors by dtype. A space has one gradient buffer (`gradients`) and one optimizer
-  state (`optimizer.state.SpaceState`), and a step is one kernel a space.
+  state (`optimizer.state.SpaceState`), and a step of the rule (`optimizer.rules`) is one call a space.
 - Linear weights are stored as the level says. Other parameters keep the user's dtype: FP32 is its own master, 16 bits
-  have a master beside them. Moments of matrices are stored as the level says, of vectors in FP32. Frozen parameters are
-  in no space.
+  have a master beside them. The rule's states of matrices are stored as the level says, of vectors in FP32. Frozen
+  parameters are in no space.
 - The group's numbers are read at every step. Parameters without a gradient are not updated, as in torch: their part of
   the kernel's range is left out, and they have step numbers of their own (`step_numbers`).
 - The master is the truth. Values written to a weight reach it at once (`ScaledTensor.owner`), values written to a plain
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optimizer.rules.rule import UpdateRule, build_rule
 from ..optimizer.state import SpaceState
 from ..optimizer.written_weights import MasterWeight, write_weight
 from ..quantization.amax_history import AmaxHistory, SquareSum
@@ -53,14 +54,14 @@ SHARDED_SINCE = (
 
 
 class FP8Optimizer(torch.optim.Optimizer):
-    """AdamW or Adam with state in FP8, for the parameters of one model. `build.build_optimizer` makes it.
+    """An optimizer with state in FP8, for the parameters of one model. `build.build_optimizer` makes it.
 
-    ``param_groups`` are the user's: ``lr``, ``betas``, ``eps``, ``weight_decay`` are read at every step. `GradScaler`
+    ``param_groups`` are the user's, whose numbers are read at every step. `GradScaler`
     works without waiting for the device. State is read through `state_dict`; ``state`` has its names alone, for each
-    parameter. Moments of a parameter that is removed from it start anew.
+    parameter. State of a parameter that is removed from it starts anew.
 
     Args:
-        param_groups: torch's param groups, with ``decoupled_weight_decay`` (AdamW) or without (Adam's L2 term).
+        param_groups: torch's param groups, with the rule's options.
         defaults: for options that a group does not have.
         names: the names of the model's parameters, for errors and for random numbers.
         values: initial values of parameters that are not to start from the value that they have.
@@ -69,6 +70,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         num_gradients: gradients that each parameter is expected to receive per step.
         replication: the model's replicas; None: there is one.
         transposed: weights [out, in] that are [in, out] in the model that the user had.
+        rule: the name of the update rule (`update_rules`).
     """
 
     #: GradScaler leaves unscaling and the check for inf to `step`.
@@ -86,7 +88,11 @@ class FP8Optimizer(torch.optim.Optimizer):
         num_gradients: int = 1,
         replication: Replication | None = None,
         transposed: Iterable[Tensor] = (),
+        rule: str = "adamw",
     ) -> None:
+        self._rule = rule
+        #: By parameter with state, how it is updated.
+        self._rules: dict[Tensor, UpdateRule] = {}
         self._replication = replication
         self._knew_ranks = _num_ranks() is not None
         self._names = names
@@ -98,8 +104,6 @@ class FP8Optimizer(torch.optim.Optimizer):
         #: The param groups as they were added, each with its parameters.
         self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter]]] = []
         self._frozen: list[torch.nn.Parameter] = []
-        #: The parameters with state, in order.
-        self._stateful: dict[Tensor, None] = {}
         device = next(iter(names)).device
         self._numbers = StepNumbers(device)
         self._skipped = SkippedSteps(device, self._histories, self._bad_gradients)
@@ -109,7 +113,9 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     def _whole_state(self, transposed: Iterable[Tensor]) -> WholeState:
         """What reads and writes state dicts."""
-        return WholeState(self._spaces, self._numbers, self._skipped.num, self._histories, transposed=transposed)
+        return WholeState(
+            self._spaces, self._numbers, self._skipped.num, self._histories, rules=self._rules, transposed=transposed
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters; its trainable parameters get state.
@@ -175,7 +181,8 @@ class FP8Optimizer(torch.optim.Optimizer):
         values = [self._values.get(slot.param, value_of(slot.param)) for slot in space.slots]
         if self._replication is not None:
             self._replication.broadcast(values)
-        state = SpaceState(space, self._storage.of_state(space.storage, space.dtype))
+        rule = build_rule(self._rule, group)
+        state = SpaceState(space, self._storage.of_state(space.storage, space.dtype), rule)
         for slot, value in zip(space.slots, values, strict=True):
             state.set_master(slot, value)
         publish(state)
@@ -187,26 +194,26 @@ class FP8Optimizer(torch.optim.Optimizer):
         built = ModelSpace(self._build_grads(space), state, group)
         self._numbers.add_space(space)
         self._see(built)
-        self._name_state([self._param_of(slot) for slot in space.slots])
+        self._name_state({self._param_of(slot): rule for slot in space.slots})
         return built
 
     def _param_of(self, slot: Slot) -> Tensor:
         """The user's parameter."""
         return slot.param
 
-    def _name_state(self, params: Iterable[Tensor]) -> None:
+    def _name_state(self, rules: Mapping[Tensor, UpdateRule]) -> None:
         """Give ``state`` all that a state dict may have of these. torch's tools take an empty ``state`` for an
         optimizer that needs a first step, and ``flatten_optimizer_state_dict`` loads what ``state`` names."""
-        for param in params:
-            self._stateful[param] = None
-            self.state[param] = self._whole.names()
+        for param, rule in rules.items():
+            self._rules[param] = rule
+            self.state[param] = self._whole.names(rule)
 
     def _start_anew(self) -> None:
-        """Make moments and step numbers zero where the user has dropped a parameter's ``state``
+        """Make states and step numbers zero where the user has dropped a parameter's ``state``
         (``optimizer.state.clear()``), as in torch's optimizers. `step` and the state dicts do so."""
-        if len(self.state) == len(self._stateful) and all(self.state.values()):
+        if len(self.state) == len(self._rules) and all(self.state.values()):
             return
-        dropped = {param for param in self._stateful if not self.state.get(param)}
+        dropped = {param for param in self._rules if not self.state.get(param)}
         slots = [
             (place, index)
             for place, space in enumerate(self._spaces)
@@ -214,7 +221,7 @@ class FP8Optimizer(torch.optim.Optimizer):
             if self._param_of(slot) in dropped
         ]
         self._whole.restart(slots)
-        self._name_state(dropped)
+        self._name_state({param: self._rules[param] for param in dropped})
 
     def _build_grads(self, space: ParamSpace) -> SpaceGrads:
         grads = [ParamGrad(slot) for slot in space.slots]
@@ -246,8 +253,8 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     @property
     def storage_bytes(self) -> dict[str, int]:
-        """Bytes held on this rank, by kind: weight, master_weight, exp_avg, exp_avg_sq, scales (of these, with other
-        small tensors), main_grad and grad_scales. Frozen parameters are not counted."""
+        """Bytes held on this rank, by kind: weight, master_weight, each of the rule's states, scales (of these, with
+        other small tensors), main_grad and grad_scales. Frozen parameters are not counted."""
         total: dict[str, int] = {}
         for space in self._spaces:
             grads = {"main_grad": space.grads.buffer.nbytes, "grad_scales": space.grads.buffer.scale_bytes}
@@ -261,7 +268,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         """torch's ``{"state": …, "param_groups": …}`` with plain tensors (`whole_state`).
 
         Called by every replica; after `consolidate_state_dict`, by the one that it names. Before the first step all
-        moments are zero.
+        of the rule's states are zero.
 
         Raises:
             OptimizerError: another replica has the consolidated state.
@@ -321,8 +328,8 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take on the result of `state_dict`, of this or another number of replicas, or of torch's Adam; called by
-        every replica with all of the state.
+        """Take on the result of `state_dict`, of this or another number of replicas, or of torch's optimizer; called
+        by every replica with all of the state.
 
         Masters in it become the weights. Load the model's state before or after: values that are the rounded masters
         leave the masters as they are.
@@ -402,7 +409,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         parts = self._numbers.advance(used, moved)
         for space, flags, own_parts in zip(self._spaces, used, parts, strict=True):
             if any(flags):  # a rank whose shard has nothing to update still sends it
-                space.state.update_parts(space.grads.buffer, own_parts, space.hyperparameters(), factor)
+                space.state.update_parts(space.grads.buffer, own_parts, space.group, factor)
         group = None if self._replication is None else self._replication.group
         for history in self._histories:
             history.update(group)

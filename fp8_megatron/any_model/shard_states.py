@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..device.group import Group
 from ..dtypes import STATE_BLOCK, StorageFormats
+from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import StateTensor
 from ..sharding.partition import alone, storage_class
 from ..sharding.storage import ModelStorage
 from .sharded_param import ShardedParam
-from .state_dicts import PAYLOAD, SCALE, STATE_KEYS, stored_names
+from .state_dicts import MASTER, PAYLOAD, SCALE, has_master, state_keys
 from .whole_state import Entries, Groups, WholeState, numbers_of
 
 
@@ -50,7 +51,10 @@ class ShardedState(WholeState):
 
     def _collect(self, groups: Groups) -> Entries:
         params = {number: one.param for one, number in self._numbered(groups)}
-        return {number: sharded_entry(params[number], entry) for number, entry in super()._collect(groups).items()}
+        return {
+            number: sharded_entry(params[number], entry, self._keys(params[number]))
+            for number, entry in super()._collect(groups).items()
+        }
 
     def _entries(self, groups: Groups) -> Entries:
         """A parameter of which this rank has no rows has an entry as on the others, for every rank's state dict has the
@@ -66,7 +70,7 @@ class ShardedState(WholeState):
             for (one, number), step in zip(uneven, counted.cpu(), strict=True):
                 if number not in entries:
                     formats = self._storage.of_state(storage_class(one.rows), one.rows.dtype)  # type: ignore[arg-type]
-                    entries[number] = {"step": step.clone(), **empty_state(formats, one.rows)}
+                    entries[number] = {"step": step.clone(), **empty_state(self._rules[one.param], formats, one.rows)}
         return entries
 
     def _run_state(self) -> dict[str, Tensor]:
@@ -77,10 +81,13 @@ class ShardedState(WholeState):
         """This rank's rows of tensors that are ``DTensor``s or whole."""
         params = {number: one.param for one, number in self._numbered(groups)}
         return {
-            theirs: local_entry(params[ours], saved_states[theirs])
+            theirs: local_entry(params[ours], saved_states[theirs], self._keys(params[ours]))
             for ours, theirs in zip(numbers_of(self._packed(groups)), numbers_of(saved_groups), strict=False)
             if ours in params and theirs in saved_states
         }
+
+    def _keys(self, param: Tensor) -> Collection[str]:
+        return state_keys(self._rules[param])
 
     def _numbered(self, groups: Groups) -> list[tuple[ShardedParam, int]]:
         """The parameters with state, and their numbers in a state dict."""
@@ -91,12 +98,16 @@ class ShardedState(WholeState):
         return {**super()._indices(groups), **{one.rows: number for one, number in self._numbered(groups)}}
 
 
-def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """`state_dicts.param_state` of one rank's rows of `param`, as ``DTensor``s of the whole parameter."""
+def sharded_entry(param: DTensor, entry: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """`state_dicts.param_state` of one rank's rows of `param`, as ``DTensor``s of the whole parameter.
+
+    Args:
+        keys: of `state_dicts.state_keys`.
+    """
     has_whole_blocks = _has_whole_blocks(param)
     sharded: dict[str, Any] = {}
     for key, value in entry.items():
-        if key not in STATE_KEYS:
+        if key not in keys:
             sharded[key] = value
             continue
         name = key.removesuffix(PAYLOAD)
@@ -112,29 +123,31 @@ def sharded_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
     return sharded
 
 
-def empty_state(formats: StorageFormats, rows: Tensor) -> dict[str, Tensor]:
+def empty_state(rule: UpdateRule, formats: StorageFormats, rows: Tensor) -> dict[str, Tensor]:
     """What `state_dicts.param_state` is for no rows, in the dtypes of other ranks' `sharded_entry`.
 
     Their rows are no whole blocks, so what has scales is FP32.
     """
-    dtypes = {name: getattr(formats, name) for name in stored_names(formats)}
+    dtypes = {spec.name: spec.dtype(formats) for spec in rule.states}
+    if has_master(formats):
+        dtypes[MASTER] = formats.master_weight or formats.weight
     return {
         name: torch.empty(rows.shape, dtype=torch.float32 if dtype.is_scaled else dtype.torch_dtype, device=rows.device)
         for name, dtype in dtypes.items()
     }
 
 
-def local_entry(param: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+def local_entry(param: DTensor, entry: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """This rank's rows of an entry, whose tensors are sharded as `param` is, or whole."""
-    return {key: _local(param, key, value) for key, value in entry.items()}
+    return {key: _local(param, key, value, is_state=key in keys) for key, value in entry.items()}
 
 
-def _local(param: DTensor, key: str, value: Any) -> Any:
+def _local(param: DTensor, key: str, value: Any, *, is_state: bool) -> Any:
     if isinstance(value, DTensor):
         if value.placements != param.placements or value.device_mesh != param.device_mesh:
             value = value.redistribute(param.device_mesh, param.placements)
         return value.to_local()
-    if not isinstance(value, Tensor) or key not in STATE_KEYS:
+    if not isinstance(value, Tensor) or not is_state:
         return value
     mesh_dim, shard = _shard_of(param)
     ranks, rank = param.device_mesh.size(mesh_dim), param.device_mesh.get_local_rank(mesh_dim)

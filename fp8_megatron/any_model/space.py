@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import ops
 from ..optimizer.state import SpaceState
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.partition import ParamSpace
@@ -38,19 +37,6 @@ class ModelSpace:
     def space(self) -> ParamSpace:
         """The parameters."""
         return self.state.space
-
-    def hyperparameters(self) -> ops.AdamHyper:
-        """The numbers of the group's next step."""
-        group = self.group
-        beta1, beta2 = group["betas"]
-        return ops.AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=bool(group.get("decoupled_weight_decay")),
-        )
 
 
 def publish(state: SpaceState) -> None:

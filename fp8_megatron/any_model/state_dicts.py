@@ -1,10 +1,10 @@
 """The optimizer's state by parameter, as plain tensors in torch's shape, and back.
 
-A parameter's entry has its ``step``, and ``exp_avg``, ``exp_avg_sq`` and ``master_weight`` in their storage dtypes and
-the parameter's shape, which is the transpose for GPT-2's ``Conv1D`` (`torchs_order`). A dtype with scales has
-``…_payload`` and ``…_scale`` (FP32, one for each `STATE_BLOCK` elements) in their place, so that torch's Adam does not
-take payloads for values. The master is left out where the parameter itself holds it (FP32). Over replicas every rank
-has a part of each entry, and the parts are gathered.
+A parameter's entry has its ``step``, the states of the update rule by their names, and ``master_weight``, in their
+storage dtypes and the parameter's shape, which is the transpose for GPT-2's ``Conv1D`` (`torchs_order`). A dtype with
+scales has ``…_payload`` and ``…_scale`` (FP32, one for each `STATE_BLOCK` elements) in their place, so that torch's own
+optimizers do not take payloads for values. The master is left out where the parameter itself holds it (FP32). Over
+replicas every rank has a part of each entry, and the parts are gathered.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ import torch
 from torch import Tensor
 
 from ..dtypes import STATE_BLOCK, StorageDtype, StorageFormats
+from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import SpaceState, StateTensor
 from ..sharding.partition import Slot
 from .torch_optimizers import OptimizerError
 
 #: What follows a name where the value is `payload` · `scale`.
 PAYLOAD, SCALE = "_payload", "_scale"
-#: The keys of an entry that are parts of its parameter's state; others are numbers, or belong to the whole run.
-STATE_KEYS = frozenset(
-    f"{name}{part}" for name in ("exp_avg", "exp_avg_sq", "master_weight") for part in ("", PAYLOAD, SCALE)
-)
+MASTER = "master_weight"
+
+
+def state_keys(rule: UpdateRule) -> frozenset[str]:
+    """The keys of an entry that are parts of its parameter's state; others are numbers, or belong to the whole run."""
+    return frozenset(f"{name}{part}" for name in state_names(rule) for part in ("", PAYLOAD, SCALE))
+
+
+def state_names(rule: UpdateRule) -> list[str]:
+    """What an entry may hold of a parameter's state."""
+    return [MASTER, *(spec.name for spec in type(rule).states)]
 
 
 class StateNames(dict[str, None]):
@@ -51,26 +59,24 @@ def _no_values(name: str) -> OptimizerError:
     )
 
 
-def torchs_order(entry: Mapping[str, Any]) -> dict[str, Any]:
+def torchs_order(rule: UpdateRule, entry: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of a weight that the model had transposed, with values as that model has them; and back.
 
     Payloads stay: their scales are for blocks of the weight as it is stored.
     """
-    names = ("exp_avg", "exp_avg_sq", "master_weight")
+    names = state_names(rule)
     turned = {key: value.t() for key, value in entry.items() if key in names and isinstance(value, Tensor)}
     return {**entry, **turned}
 
 
 def stored_state(state: SpaceState) -> dict[str, StateTensor]:
     """What a space stores beside its weights, by the names of the entries."""
-    every = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq, "master_weight": state.master}
-    return {name: every[name] for name in stored_names(state.formats)}
+    return {**state.states, MASTER: state.master} if has_master(state.formats) else state.states
 
 
-def stored_names(formats: StorageFormats) -> tuple[str, ...]:
-    """The names of what a space of these formats stores beside its weights."""
-    has_master = formats.master_weight is not None or formats.weight is not StorageDtype.FP32
-    return ("exp_avg", "exp_avg_sq", "master_weight") if has_master else ("exp_avg", "exp_avg_sq")
+def has_master(formats: StorageFormats) -> bool:
+    """Whether entries have a master: in FP32 the parameter itself holds it."""
+    return formats.master_weight is not None or formats.weight is not StorageDtype.FP32
 
 
 def param_state(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
@@ -125,19 +131,19 @@ def _gathered(state: SpaceState, slot: Slot) -> dict[str, Tensor]:
     return entry
 
 
-def check_param_state(slot: Slot, entry: Mapping[str, Any]) -> None:
+def check_param_state(rule: UpdateRule, slot: Slot, entry: Mapping[str, Any]) -> None:
     """Check that a parameter's entry can be taken on, before anything is changed. It waits for the device.
 
     Raises:
-        ValueError: another shape, with both shapes; the entry of another optimizer, which has no moments of Adam; a
-            part is missing, or holds what no step of Adam gives.
+        ValueError: another shape, with both shapes; the entry of another optimizer, which has not the rule's states; a
+            part is missing, or holds what no step gives.
     """
     if not entry:
         return
-    for name in ("exp_avg", "exp_avg_sq", "master_weight"):
-        if name != "master_weight":
-            _check_has(slot, entry, name)
-        _check_values(slot, entry, name)
+    for spec in rule.states:
+        _check_has(slot, entry, spec.name)
+        _check_values(slot, entry, spec.name, least=0.0 if spec.holds_squares else -math.inf)
+    _check_values(slot, entry, MASTER)
     _check_has(slot, entry, "step")
     try:
         step = float(entry["step"])
@@ -148,18 +154,17 @@ def check_param_state(slot: Slot, entry: Mapping[str, Any]) -> None:
 
 
 #: What to do with a damaged state.
-_DAMAGED = "load another checkpoint, or leave this entry out of the state, and its moments start anew"
+_DAMAGED = "load another checkpoint, or leave this entry out of the state, and it starts anew"
 
 
 def _check_has(slot: Slot, entry: Mapping[str, Any], name: str) -> None:
     if _saved(entry, name)[0] is None:
         raise ValueError(
-            f"{slot.name}: the saved state has {', '.join(map(str, entry))} and no {name}: it is not one of Adam, "
-            f"AdamW or this optimizer"
+            f"{slot.name}: the saved state has {', '.join(map(str, entry))} and no {name}: it is another optimizer's"
         )
 
 
-def _check_values(slot: Slot, entry: Mapping[str, Any], name: str) -> None:
+def _check_values(slot: Slot, entry: Mapping[str, Any], name: str, *, least: float = -math.inf) -> None:
     value, scales = _saved(entry, name)
     if value is None:
         return
@@ -172,10 +177,9 @@ def _check_values(slot: Slot, entry: Mapping[str, Any], name: str) -> None:
         has = f"{scales.numel()} elements" if isinstance(scales, Tensor) else f"{scales!r}"
         raise ValueError(f"{slot.name}: {name}{SCALE} has {has}, not {num_scales}: {_DAMAGED}")
     loaded = StateTensor(*_padded_entry(slot, slot.param.device, value, scales)).load()
-    least = 0.0 if name == "exp_avg_sq" else -math.inf
     if not (torch.isfinite(loaded) & (loaded >= least)).all():
-        wrong = "NaN, inf or a negative value" if name == "exp_avg_sq" else "NaN or inf"
-        raise ValueError(f"{slot.name}: {name} has {wrong}, which no step of Adam gives: {_DAMAGED}")
+        wrong = "NaN, inf or a negative value" if least == 0.0 else "NaN or inf"
+        raise ValueError(f"{slot.name}: {name} has {wrong}, which no step gives: {_DAMAGED}")
 
 
 def _saved(entry: Mapping[str, Any], name: str) -> tuple[Any, Any]:
@@ -188,11 +192,11 @@ def load_param_state(state: SpaceState, slot: Slot, entry: Mapping[str, Any]) ->
     """Take on a parameter's entry, whole on every rank; each rank keeps its part. What is missing becomes zero, a
     missing master stays as it is. Call `SpaceState.derive_weights` when all parameters are loaded.
 
-    Entries of other formats, of torch's Adam too, are rounded to this one's. `check_param_state` has seen them.
+    Entries of other formats, of torch's optimizers too, are rounded to this one's. `check_param_state` has seen them.
     """
     for name, stored in stored_state(state).items():
         value, given_scales = _saved(entry, name)
-        if value is None and name == "master_weight":
+        if value is None and name == MASTER:
             continue
         payload, scales = _padded_entry(slot, stored.payload.device, value, given_scales)
         for fragment in state.space.fragments(slot):

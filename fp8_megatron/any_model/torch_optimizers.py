@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW
 
 from ..errors import UserError
+from ..optimizer.rules.rule import recognised
+from ..update_rules import RULES
 
-#: Options of torch's Adam that change the update and that the FP8 optimizer does not have.
+#: Options of torch's optimizers that change the update and that the FP8 optimizer does not have.
 _UNKNOWN_OPTIONS = ("amsgrad", "maximize", "differentiable", "capturable")
 #: Where an optimizer keeps hooks that other code has registered.
 _HOOKS = tuple(
@@ -27,16 +28,18 @@ class OptimizerError(UserError):
     """The optimizer, or a parameter that it holds, cannot be used with FP8."""
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Check that `optimizer` is torch's Adam or AdamW, unused, with options that the FP8 optimizer has.
+def check_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """The name of the update rule of `optimizer`, which is unused and has no options that the FP8 optimizer has not.
 
     Raises:
-        OptimizerError: it is not.
+        OptimizerError: there is none, or it has.
     """
     kind = type(optimizer)
-    if kind not in (Adam, AdamW):
+    rule = recognised(optimizer)
+    if rule is None:
+        known = dict.fromkeys(place for entry in RULES.values() for place in entry.stands_for)
         raise OptimizerError(
-            f"optimizer is {kind.__module__}.{kind.__qualname__}: FP8 state needs torch.optim.AdamW or torch.optim.Adam"
+            f"optimizer is {kind.__module__}.{kind.__qualname__}: FP8 state needs one of {', '.join(known)}"
         )
     if optimizer.state:
         raise OptimizerError(
@@ -44,6 +47,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"load the state into the optimizer that it returns"
         )
     check_options(optimizer.param_groups)
+    return rule
 
 
 def check_options(groups: Sequence[Mapping[str, Any]]) -> None:

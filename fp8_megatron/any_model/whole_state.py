@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import StateTensor
 from ..optimizer.written_weights import MasterWeight
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.scaled_tensor import ScaledTensor
 from .space import ModelSpace, publish
-from .state_dicts import STATE_KEYS, StateNames, check_param_state, load_param_state, param_state, torchs_order
+from .state_dicts import StateNames, check_param_state, load_param_state, param_state, state_keys, torchs_order
 from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError
 
@@ -28,7 +29,7 @@ Groups = Sequence[Mapping[str, Any]]
 #: State by the numbers of parameters.
 Entries = dict[Any, dict[str, Any]]
 
-#: What a param group keeps when a state is loaded: AdamW stays AdamW with Adam's state.
+#: What a param group keeps when a state is loaded: decoupled decay stays so with a state of the L2 term.
 _OWN_KEYS = ("params", "decoupled_weight_decay")
 
 
@@ -42,6 +43,7 @@ class WholeState:
         numbers: the parameters' numbers of steps.
         num_skipped: FP32 [1], steps that changed nothing.
         histories: delayed scales of the model's casts.
+        rules: by parameter with state, how it is updated. The optimizer may add to it.
         transposed: weights [out, in] that are [in, out] in the model that the user had.
     """
 
@@ -52,25 +54,27 @@ class WholeState:
         num_skipped: Tensor,
         histories: Sequence[AmaxHistory],
         *,
+        rules: Mapping[Tensor, UpdateRule],
         transposed: Iterable[Tensor] = (),
     ) -> None:
         self._spaces = spaces
         self._numbers = numbers
         self._num_skipped = num_skipped
         self._histories = histories
+        self._rules = rules
         self._transposed = frozenset(transposed)
         self._consolidated: Entries | None = None
         self._is_consolidated = False
 
-    def names(self) -> StateNames:
+    def names(self, rule: UpdateRule) -> StateNames:
         """All that a state dict may have of a parameter."""
         states = [history.state_dict() for history in self._histories]
         run = [f"delayed_{index}_{key}" for index, state in enumerate(states) for key in state]
-        names = ["step", *sorted(STATE_KEYS), "gradients_per_step", "skipped_steps", *run]
+        names = ["step", *sorted(state_keys(rule)), "gradients_per_step", "skipped_steps", *run]
         return StateNames(dict.fromkeys(names))
 
     def restart(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Make moments and step numbers zero of parameters, each a space and a slot in it. Masters stay."""
+        """Make states and step numbers zero of parameters, each a space and a slot in it. Masters stay."""
         for place, index in slots:
             state = self._spaces[place].state
             load_param_state(state, state.space.slots[index], {})
@@ -138,9 +142,14 @@ class WholeState:
         """
         params = [param for group in groups for param in group["params"]]
         turned = {
-            number for param, number in zip(params, numbers_of(numbered), strict=False) if param in self._transposed
+            number: self._rules[param]
+            for param, number in zip(params, numbers_of(numbered), strict=False)
+            if param in self._transposed and param in self._rules
         }
-        return {number: torchs_order(entry) if number in turned else entry for number, entry in entries.items()}
+        return {
+            number: torchs_order(turned[number], entry) if number in turned else entry
+            for number, entry in entries.items()
+        }
 
     @property
     def is_consolidated(self) -> bool:
@@ -199,14 +208,18 @@ class WholeState:
             ValueError: groups or shapes differ, or the state is another optimizer's. Nothing has changed.
         """
         saved_groups = state_dict["param_groups"]
-        _check_groups(saved_groups)
+        for space in self._spaces[:1]:
+            _check_groups(space.state.rule, saved_groups)
         turned = self._turned(state_dict["state"], groups, saved_groups)
         own = self._own_part(turned, groups, saved_groups)
         saved_states = {number: _present(entry) for number, entry in own.items()}
         entries = self._matched(saved_states, groups, saved_groups)
         for space in self._spaces:
+            rule = space.state.rule
             for slot in space.space.slots:
-                check_param_state(slot, entries[slot.param])
+                if not rule.counts_steps and state_keys(rule) & entries[slot.param].keys():
+                    entries[slot.param] = {"step": 1.0, **entries[slot.param]}
+                check_param_state(rule, slot, entries[slot.param])
         for group, saved in zip(groups, saved_groups, strict=True):
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in _OWN_KEYS})
         for space in self._spaces:
@@ -250,23 +263,24 @@ class WholeState:
             history.load_state_dict(saved)
 
 
-def _check_groups(saved_groups: Groups) -> None:
-    """Check that saved groups are those of Adam: SGD without momentum has no state by which it could be told.
+def _check_groups(rule: UpdateRule, saved_groups: Groups) -> None:
+    """Check that saved groups are those of the rule: an optimizer without state could not be told by it.
 
     Raises:
-        ValueError: a group has no betas.
+        ValueError: a group lacks an option.
     """
     for index, group in enumerate(saved_groups):
-        if "betas" not in group:
-            raise ValueError(
-                f"the saved param_groups[{index}] has {', '.join(map(str, group))} and no betas: it is not one of "
-                f"Adam, AdamW or this optimizer"
-            )
+        for option in rule.required_options:
+            if option not in group:
+                raise ValueError(
+                    f"the saved param_groups[{index}] has {', '.join(map(str, group))} and no {option}: it is another "
+                    f"optimizer's"
+                )
 
 
 def _present(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry has. ``flatten_optimizer_state_dict`` gives empty dicts for names that were not saved."""
-    return {key: value for key, value in entry.items() if isinstance(value, Tensor) or value != {}}
+    """What an entry has: ``flatten_optimizer_state_dict`` gives empty dicts for names that were not saved; SGD None."""
+    return {key: value for key, value in entry.items() if isinstance(value, Tensor) or value not in ({}, None)}
 
 
 def numbers_of(groups: Groups) -> list[int]:

@@ -21,7 +21,7 @@ from .megatron_loading import load_megatron_checkpoint, megatron_folder
 from .placement import Placement
 from .ranks import Ranks
 from .run_state import (
-    PREFIXES,
+    MASTER,
     SLOTS,
     Progress,
     Resumable,
@@ -43,7 +43,7 @@ class LoadOptions:
     Attributes:
         iteration: which one (--ckpt-step); None takes the latest complete one.
         finetune: load weights only, and start from iteration 0.
-        optimizer: moments and step count (--no-load-optim leaves them at zero). A model that is evaluated has none.
+        optimizer: its states and step count (--no-load-optim leaves them at zero). A model that is evaluated has none.
         rng: states of random generators (--no-load-rng).
     """
 
@@ -75,9 +75,9 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         return None
     saved = SavedRun(folder)
     _check_model(saved, state, finetune=options.finetune)
-    loads_moments = options.optimizer and not options.finetune and state.has_moments
+    loads_state = options.optimizer and not options.finetune and state.is_trained
     takes_scales = saved.has_model_layout_of(state)
-    wanted = list(_state_to_read(state, tuple(PREFIXES) if loads_moments else ("master",)))
+    wanted = list(_state_to_read(state, state.kinds if loads_state else (MASTER,)))
     values = saved.read([item.elements for item in wanted], device=state.device)
     state.optimizer.wait_for_copies()
     for item, value in zip(wanted, values, strict=True):
@@ -86,7 +86,7 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         space.derive_weights()
     if options.finetune:
         return Progress()
-    if loads_moments:
+    if loads_state:
         _restore_scalars(saved, state)
     _restore_histories(saved, state)
     _restore_autoscales(saved, state)
@@ -106,10 +106,10 @@ class _StateToRead:
 
 
 def _state_to_read(state: Resumable, kinds: tuple[str, ...]) -> Iterator[_StateToRead]:
-    """All of this rank's masters and moments."""
+    """Some kinds of all of this rank's state."""
     for space, slot, placement in state.slots():
         for kind in kinds:
-            if kind == "master" and isinstance(space, SplitSpaceState):
+            if kind == MASTER and isinstance(space, SplitSpaceState):
                 yield _StateToRead(space, slot, None, Elements(placement, kind, 0, slot.numel))
                 continue
             for fragment in space.space.fragments(slot):
@@ -143,7 +143,7 @@ def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tup
     saved = SavedRun(folder)
     for placement in placements.values():
         _raise_if(saved.mismatch(placement, None))
-    wanted = [Elements(placement, "master", 0, math.prod(placement.local_shape)) for placement in placements.values()]
+    wanted = [Elements(placement, MASTER, 0, math.prod(placement.local_shape)) for placement in placements.values()]
     for (name, placement), value in zip(placements.items(), saved.read(wanted), strict=True):
         yield name, value.view(placement.local_shape)
 
@@ -153,7 +153,7 @@ def _restore_scalars(saved: SavedRun, state: Resumable) -> None:
     optimizer = state.optimizer
     tensors = saved.rank_tensors(state, "")
     if "step_count" not in tensors:
-        raise CheckpointError(f"{saved.folder} has moments and no step count; give --no-load-optim")
+        raise CheckpointError(f"{saved.folder} has an optimizer's state and no step count; give --no-load-optim")
     optimizer.step_count.copy_(tensors["step_count"])
     if optimizer.loss_scale is not None and "loss_scale/scale" in tensors:
         optimizer.loss_scale.load_state_dict(below("loss_scale/", tensors))

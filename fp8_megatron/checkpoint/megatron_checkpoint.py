@@ -29,6 +29,10 @@ _NORM_WEIGHTS = ("layernorm.weight", "layer_norm_weight")
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
+#: What Adam of Megatron-LM stores beside a weight. States of its other optimizers are not read.
+STATES = ("exp_avg", "exp_avg_sq")
+
+
 class MegatronCheckpoint(ABC):
     """One checkpoint as one rank reads it.
 
@@ -82,7 +86,7 @@ class MegatronCheckpoint(ABC):
         """
 
     def read(self, kind: str, name: Name) -> Tensor:
-        """A whole parameter in FP32; `kind` is weight, master, exp_avg or exp_avg_sq.
+        """A whole parameter in FP32; `kind` is weight, master or one of `STATES`.
 
         Raises:
             CheckpointError: damaged, or the order of a buffer is not known.

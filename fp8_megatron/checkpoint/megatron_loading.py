@@ -14,13 +14,13 @@ from torch import Tensor
 from ..config.schema import ModelConfig
 from ..optimizer.split_state import SplitSpaceState
 from .files import CheckpointError, candidates, is_megatron_checkpoint, is_torch_files, iteration_folder
-from .megatron_checkpoint import MegatronCheckpoint
+from .megatron_checkpoint import STATES, MegatronCheckpoint
 from .megatron_layout import Name
 from .megatron_torch_dist import TorchDist
 from .megatron_torch_files import TorchFiles
 from .placement import Placement
 from .ranks import Ranks
-from .run_state import PREFIXES, Progress, Resumable
+from .run_state import MASTER, Progress, Resumable
 from .same_model import (
     first_difference,
     settings_of_arguments,
@@ -73,15 +73,15 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
             same error on every rank.
     """
     loads_optimizer = options.optimizer and not options.finetune
-    loads_moments = loads_optimizer and state.has_moments
+    loads_moments = loads_optimizer and state.is_trained
     saved = _checked(folder, state, loads_moments=loads_moments, finetune=options.finetune)
     takes_masters = loads_moments or (loads_optimizer and _moments_problem(saved) is None)
     state.optimizer.wait_for_copies()
     for space, slot, placement in state.slots():
-        for kind in PREFIXES if loads_moments else ("master",):
+        for kind in state.kinds if loads_moments else (MASTER,):
             stored = kind if takes_masters else "weight"
             local = _local(saved, stored, placement, state.vocab_size).to(state.device)
-            if kind == "master" and isinstance(space, SplitSpaceState):
+            if kind == MASTER and isinstance(space, SplitSpaceState):
                 space.set_master(slot, local.view(slot.param.shape), None)
                 continue
             flat = local.reshape(-1)
@@ -125,7 +125,7 @@ def _checked(folder: Path, state: Resumable, *, loads_moments: bool, finetune: b
     assert saved is not None
     _raise_first([unread_tensor(folder, saved.shapes, set().union(*(keys for _, keys in everyones)))])
     if loads_moments:
-        _raise_first(ranks.everyones(_moments_problem(saved)))
+        _raise_first(ranks.everyones(_moments_problem(saved) or _states_problem(saved, state)))
     return saved
 
 
@@ -156,6 +156,17 @@ def _moments_problem(saved: MegatronCheckpoint) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def _states_problem(saved: MegatronCheckpoint, state: Resumable) -> str | None:
+    """Why the states are not those of this run's optimizer; None if they are."""
+    own = state.kinds[1:]
+    if set(own) == set(STATES):
+        return None
+    return (
+        f"{saved.folder} holds {' and '.join(STATES)}, and --optimizer {state.config.optimizer.optimizer} needs "
+        f"{' and '.join(own) or 'none'}; give --finetune, or --no-load-optim"
+    )
 
 
 def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetune: bool) -> str | None:

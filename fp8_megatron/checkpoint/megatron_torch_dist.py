@@ -20,7 +20,7 @@ from ..config.schema import ParallelConfig
 from ..models.keys import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING
 from ..models.registry import ARCHITECTURES, shared_axis
 from .files import CheckpointError
-from .megatron_checkpoint import MegatronCheckpoint
+from .megatron_checkpoint import STATES, MegatronCheckpoint
 from .megatron_layout import (
     Name,
     chunk_names,
@@ -35,7 +35,6 @@ from .placement import Shape
 from .torch_dist import TorchDistReader, Wanted
 from .weights import TorchDistWeights
 
-_STATES = ("exp_avg", "exp_avg_sq")
 _FLAT = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
@@ -58,7 +57,7 @@ class TorchDist(MegatronCheckpoint):
         common = folder / "common.pt"
         super().__init__(folder, mapping(read_megatron_file(common), "its content", common))
         self._reader = TorchDistReader(folder)
-        self._prefixes = {kind: self._prefix(kind) for kind in ("fp32_param", "param", *_STATES)}
+        self._prefixes = {kind: self._prefix(kind) for kind in ("fp32_param", "param", *STATES)}
         self._is_flat = any(map(_FLAT.fullmatch, self._reader.shapes))
 
     @cached_property
@@ -80,7 +79,7 @@ class TorchDist(MegatronCheckpoint):
     def check_moments(self) -> None:
         if self._is_flat:
             assert self._flat
-        elif self._prefixes["exp_avg"] is None:
+        elif self._prefixes[STATES[0]] is None:
             raise CheckpointError(
                 f"{self.folder} holds optimizer state of another kind than is read; give --no-load-optim or "
                 f"--finetune, or save it again with --dist-ckpt-optim-fully-reshardable"

@@ -16,12 +16,10 @@ from torch import Tensor
 from ..models.keys import OUTPUT_LAYER
 from ..models.registry import shared_axis
 from .files import CheckpointError, megatron_rank_folder
-from .megatron_checkpoint import MegatronCheckpoint
+from .megatron_checkpoint import STATES, MegatronCheckpoint
 from .megatron_layout import Name, local_shape, merged, places_in_buffer
 from .pickles import mapping, read_megatron_file
 from .placement import Shape
-
-_STATES = ("exp_avg", "exp_avg_sq")
 
 
 class TorchFiles(MegatronCheckpoint):
@@ -176,7 +174,7 @@ class TorchFiles(MegatronCheckpoint):
                 starts = places_in_buffer(numels, flat["param"].numel())
             except (CheckpointError, KeyError) as error:
                 raise CheckpointError(f"{file}: {error}; give --no-load-optim") from None
-            kinds = {"master": flat["param"], **{kind: flat[kind] for kind in _STATES}}
+            kinds = {"master": flat["param"], **{kind: flat[kind] for kind in STATES}}
             for name, start, numel in zip(chunk, starts, numels, strict=True):
                 yield (index, name), {kind: value[start : start + numel] for kind, value in kinds.items()}
 
@@ -192,7 +190,7 @@ class TorchFiles(MegatronCheckpoint):
         decayed = [each for each in params if each[2].dim() > 1 and not each[1].endswith(".bias")]
         others = [each for each in params if each[2].dim() <= 1 or each[1].endswith(".bias")]
         for group, own in zip(groups, masters, strict=True):
-            shapes = [state[number]["exp_avg"].shape for number in group["params"]]
+            shapes = [state[number][STATES[0]].shape for number in group["params"]]
             fits = [each for each in (params, decayed, others) if [param[2].shape for param in each] == shapes]
             if not fits:
                 raise CheckpointError(
@@ -200,7 +198,7 @@ class TorchFiles(MegatronCheckpoint):
                     f"vectors; give --no-load-optim"
                 )
             for number, master, (chunk, name, weight) in zip(group["params"], own, fits[0], strict=True):
-                kept = {kind: state[number][kind] for kind in _STATES}
+                kept = {kind: state[number][kind] for kind in STATES}
                 yield (chunk, name), {"master": weight if master is None else master, **kept}
 
 

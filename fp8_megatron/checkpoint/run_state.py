@@ -1,4 +1,4 @@
-"""What a rank writes to a checkpoint: its part of the model and of the moments, and the tensors of the rank itself.
+"""What a rank writes to a checkpoint: its part of the model and of its state, and the tensors of the rank itself.
 
 State is written in its storage dtypes (`encoding`) or, for other readers, in FP32. Loading decodes it to FP32 and
 encodes that again. This gives the same values, because scales are powers of two or amaxes
@@ -39,8 +39,8 @@ from .torch_dist import Chunk
 #: The version of each format, by `--ckpt-state-dtype`.
 FORMAT_VERSIONS = {"fp32": 3, "native": 4}
 
-#: Kinds of a parameter's state, and the prefix of each kind's key.
-PREFIXES = {"master": "", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+#: The kind of a parameter's state that every checkpoint holds; others are states of the update rule, by their names.
+MASTER = "master"
 
 #: The key of what the columns of an amax history are for.
 SLOTS = "slots"
@@ -108,9 +108,14 @@ class Resumable:
             yield state, slot, self.placement(slot)
 
     @property
-    def has_moments(self) -> bool:
+    def is_trained(self) -> bool:
         """False for a model that is evaluated (--skip-train)."""
-        return all(state.has_moments for state in self.optimizer.states)
+        return all(state.is_trained for state in self.optimizer.states)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of state of each parameter."""
+        return (MASTER, *(spec.name for spec in self.optimizer.rule_states))
 
     def placement(self, slot: Slot) -> Placement:
         """Where a parameter lies in the model."""
@@ -128,6 +133,7 @@ class Snapshot:
     """A rank's part of a checkpoint, copied to the CPU so that training may continue while it is written.
 
     Attributes:
+        kinds: the kinds of state that are written.
         copied: the end of the copies from a GPU; None on a CPU.
     """
 
@@ -135,12 +141,8 @@ class Snapshot:
     rank_tensors: dict[str, Tensor]
     description: dict[str, Any]
     config: Config
+    kinds: tuple[str, ...]
     copied: torch.cuda.Event | None = None
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of state that are written."""
-        return _kinds(self.config)
 
     @property
     def is_native(self) -> bool:
@@ -151,7 +153,7 @@ class Snapshot:
     def of(cls, state: Resumable, progress: Progress) -> Snapshot:
         """Copy what this rank writes. `wait` before it is read.
 
-        On a GPU the host does not wait. Masters and moments are copied beside the next step, up to its update.
+        On a GPU the host does not wait. Masters and states are copied beside the next step, up to its update.
         """
         spaces = state.optimizer.states
         # The next forward changes these: amaxes, generators.
@@ -170,7 +172,7 @@ class Snapshot:
         else:
             frozen = {id(space): space.on_cpu() for space in spaces}
         slots = [(frozen[id(space)], slot, placement) for space, slot, placement in state.slots()]
-        return cls(slots, rank_tensors, describe(state, progress), state.config, copied)
+        return cls(slots, rank_tensors, describe(state, progress), state.config, _kinds(state), copied)
 
     def wait(self) -> None:
         """Wait until everything has been copied."""
@@ -185,7 +187,7 @@ class Snapshot:
             columns = math.prod(placement.local_shape[1:])
             for piece in (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, columns)):
                 for kind in self.kinds:
-                    prefix = PREFIXES[kind]
+                    prefix = prefix_of(kind)
                     state = _encoded(space, kind, slot, piece)
                     value = None if self.is_native else state.decode()
                     for part in placement.rectangles(piece.slot_start, piece.length):
@@ -210,7 +212,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _encoded(space: SpaceState, kind: str, slot: Slot, piece: Fragment) -> Encoded:
     """A piece of a parameter's state as it is stored."""
-    if kind == "master" and isinstance(space, SplitSpaceState):
+    if kind == MASTER and isinstance(space, SplitSpaceState):
         return Encoded.of_split_master(*space.split_part(slot, piece))
     return Encoded.of_state(*space.part(kind, slot, piece))
 
@@ -254,12 +256,18 @@ def describe(state: Resumable, progress: Progress) -> dict[str, Any]:
         "level": precision.level,
         "vocab_size": state.vocab_size,
         "padded_vocab_size": state.padded_vocab_size,
-        "optimizer": [name for name in _kinds(state.config) if name != "master"],
+        "optimizer": [name for name in _kinds(state) if name != MASTER],
     }
 
 
-def _kinds(config: Config) -> tuple[str, ...]:
-    return tuple(PREFIXES) if config.checkpoint.save_optim else ("master",)
+def _kinds(state: Resumable) -> tuple[str, ...]:
+    """The kinds of state that a checkpoint of the run has."""
+    return state.kinds if state.config.checkpoint.save_optim else (MASTER,)
+
+
+def prefix_of(kind: str) -> str:
+    """What stands before a parameter's key."""
+    return "" if kind == MASTER else f"optimizer.{kind}."
 
 
 #: What a description says of the layers of a stage. The last stands there if chunks have different numbers of layers.

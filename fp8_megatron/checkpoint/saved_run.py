@@ -20,7 +20,7 @@ from .encoding import Encoded
 from .files import CONFIG, CheckpointError, rank_file, read_file
 from .manifest import NUM_READERS, in_order, read_manifest
 from .placement import Placement
-from .run_state import PREFIXES, STAGES, Resumable, below, topology_of
+from .run_state import STAGES, Resumable, below, prefix_of, topology_of
 from .same_model import first_difference, model_settings
 from .torch_dist import PlannedRead, TorchDistReader, Wanted
 
@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements [start, start + length) of a rank's flat parameter; `kind` is master, exp_avg or exp_avg_sq."""
+    """Elements [start, start + length) of a rank's flat parameter; `kind` is of `Resumable.kinds`."""
 
     placement: Placement
     kind: str
@@ -227,11 +227,11 @@ class SavedRun:
     def _part(self, elements: Elements, flat: Tensor) -> _Part:
         """What fills `flat`, FP32 zeros [length]."""
         placement, start = elements.placement, elements.start
-        key = PREFIXES[elements.kind] + placement.key
+        key = prefix_of(elements.kind) + placement.key
         if key not in self.reader.shapes:
-            raise CheckpointError(
-                f"{self.folder} has no {key}: it holds weights alone; give --finetune, or --no-load-optim"
-            )
+            holds = self.description["optimizer"]
+            other = f"the optimizer's {' and '.join(holds)}" if holds else "weights alone"
+            raise CheckpointError(f"{self.folder} has no {key}: it holds {other}; give --finetune, or --no-load-optim")
         wanted: list[Wanted] = []
         repeated: list[tuple[Tensor, Tensor]] = []
         num_rows = self.reader.shapes[key][0] if placement.has_vocabulary_rows else None

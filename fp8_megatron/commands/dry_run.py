@@ -9,8 +9,6 @@ from ..config.io import CommandLine, format_config
 from ..config.learning_rate import schedule_notes
 from ..config.schema import Config
 
-_KINDS = ("weights", "gradients", "master_weights", "exp_avg", "exp_avg_sq", "scales")
-
 
 def dry_run(command_line: CommandLine, world_size: int) -> None:
     """Check a command line and print what it would train.
@@ -134,12 +132,15 @@ def _memory(config: Config, padded_vocab_size: int, world_size: int) -> str:
     from ..planning.memory import predict_memory
     from ..reporting.tables import table_text
 
-    headings = ("stage", "parameters", *(kind.replace("_", " ") for kind in _KINDS), "total")
+    stages = [
+        predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
+        for stage in range(config.parallel.pipeline_model_parallel_size)
+    ]
+    headings = ("stage", "parameters", *(kind.replace("_", " ") for kind in stages[0].linear.by_kind), "total")
     rows = []
-    for stage in range(config.parallel.pipeline_model_parallel_size):
-        memory = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
+    for stage, memory in enumerate(stages):
         held = memory.linear + memory.rest
-        kinds = [_gigabytes(getattr(held, kind)) for kind in _KINDS]
+        kinds = map(_gigabytes, held.by_kind.values())
         rows.append([str(stage), f"{held.num_params:,}", *kinds, _gigabytes(held.total)])
     return table_text(headings, rows, title=f"Predicted GB (10^9 bytes) of one rank, {config.precision.level}")
 

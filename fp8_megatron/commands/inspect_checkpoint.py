@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from ..checkpoint.megatron_checkpoint import MegatronCheckpoint
 
-#: The optimizer's kinds of state in the names of all formats; the first and the last three are masters.
-_STATES = ("master", "exp_avg", "exp_avg_sq", "param", "fp32_param", "fp32_from_fp16_params")
+#: Masters in the names of all formats.
+_MASTERS = ("master", "param", "fp32_param", "fp32_from_fp16_params")
 #: What `inspect` shows of Megatron's arguments beside the model's.
 _MEGATRON_ARGUMENTS = (
     "padded_vocab_size",
@@ -324,7 +324,10 @@ def _group(name: str) -> str:
     parts = (name.partition("/")[2] if is_of_rank else name).split(".")
     if "optimizer" not in parts:
         return "other" if is_of_rank and not parts[0].startswith("model") else "weights"
-    return next((f"optimizer.{part}" for part in parts if part in _STATES), "optimizer")
+    from ..optimizer.rules.rule import known_states
+
+    known = {*_MASTERS, *known_states()}
+    return next((f"optimizer.{part}" for part in parts if part in known), "optimizer")
 
 
 def main(words: Sequence[str] | None = None, prog: str = "inspect_checkpoint.py") -> int:

@@ -52,12 +52,20 @@ def check_config(config: Config, world_size: int, *, on_this_machine: bool = Tru
         problems += mlp_chunk_problems(config)
         problems += _check_cuda_graph(config)
         problems += precision_problems(config, on_this_machine=on_this_machine)
+        problems += _check_optimizer(config)
         problems += _check_length(config, world_size)
         problems += run_problems(config)
     if not problems:  # what is wrong in itself comes first
         problems += ignored_settings(config)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_optimizer(config: Config) -> Iterator[str]:
+    try:
+        _ = config.optimizer.rule_options
+    except ValueError as error:
+        yield f"{error}; give --optimizer-options others"
 
 
 def check_batches(config: Config, world_size: int, consumed_samples: int) -> None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..update_rules import RULES
 from .fields import BelowOne, Count, CountOrZero, NotNegative, Positive, Samples, SamplesOrZero
+
+if TYPE_CHECKING:
+    RuleName = str
+else:
+    RuleName = Literal[tuple(RULES)]
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
-    optimizer: Literal["adam", "adamw"] = "adam"
-    """Both names mean AdamW, as in Megatron."""
+    optimizer: RuleName = "adam"
+    """The update rule. adam and adamw are AdamW, as in Megatron."""
+    optimizer_options: tuple[str, ...] = ()
+    """Options of an --optimizer that has no flags of its own, as name=value: momentum=0.9 nesterov=true, or
+    betas=0.95,0.98."""
     decoupled_weight_decay: bool = True
     """On: AdamW. Off: the L2 term is added to the gradient, so it enters both moments."""
     lr: Positive = 3e-4
@@ -83,3 +92,46 @@ class OptimizerConfig:
     def warmup_counts(self, counts_samples: bool) -> int:
         """The warm-up that was asked for without a fraction, in the counts of the run."""
         return self.lr_warmup_samples if counts_samples else self.lr_warmup_iters
+
+    @property
+    def rule_options(self) -> dict[str, Any]:
+        """The options of the update rule, without those that keep its defaults.
+
+        Raises:
+            ValueError: a word of `optimizer_options` gives no option of the rule, with the options that there are.
+        """
+        if RULES[self.optimizer].has_flags:
+            return {
+                "betas": (self.adam_beta1, self.adam_beta2),
+                "eps": self.adam_eps,
+                "decoupled_weight_decay": self.decoupled_weight_decay,
+            }
+        return dict(self._option(word) for word in self.optimizer_options)
+
+    def _option(self, word: str) -> tuple[str, Any]:
+        defaults = RULES[self.optimizer].options
+        name, _, text = word.partition("=")
+        if name in defaults:
+            value = _option_value(text, defaults[name])
+            if value is not None:
+                return name, value
+        known = " ".join(f"{name}={_shown(value)}" for name, value in defaults.items())
+        raise ValueError(f"optimizer_options({word}) is none of optimizer({self.optimizer}): it has {known}")
+
+
+def _option_value(text: str, default: Any) -> Any:
+    """A value of the kind of `default`, numbers from 0 to 1; None: it is none."""
+    if isinstance(default, bool):
+        return {"true": True, "false": False}.get(text.lower())
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        return None
+    if len(numbers) != (len(default) if isinstance(default, tuple) else 1) or not all(0.0 <= x <= 1.0 for x in numbers):
+        return None
+    return numbers if isinstance(default, tuple) else numbers[0]
+
+
+def _shown(value: Any) -> str:
+    """An option's value as it is given."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()

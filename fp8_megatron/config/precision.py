@@ -89,9 +89,10 @@ class PrecisionConfig:
     main_grads_dtype: MainGradDtype | None = None
     """Storage of linear weight gradients with one micro-batch, and the dtype in which ranks send them."""
     exp_avg_dtype: ExpAvgDtype | None = None
-    """Storage of Adam's first moment. int8 is companded."""
+    """Storage of state that averages gradients: Adam's first moment, or a momentum. int8 is companded."""
     exp_avg_sq_dtype: ExpAvgSqDtype | None = None
-    """Storage of Adam's second moment. uint8 is companded; use it for 8 bits. fp8 is only for ablations."""
+    """Storage of state that averages squares of gradients: Adam's second moment. uint8 is companded; use it for 8
+    bits. fp8 is only for ablations."""
 
     @property
     def is_fp8(self) -> bool:
@@ -136,6 +137,6 @@ class PrecisionConfig:
             weight=weight,
             master_weight=master,
             main_grad=self.main_grads_dtype or formats.main_grad,
-            exp_avg=self.exp_avg_dtype or formats.exp_avg,
-            exp_avg_sq=self.exp_avg_sq_dtype or formats.exp_avg_sq,
+            average=self.exp_avg_dtype or formats.average,
+            square=self.exp_avg_sq_dtype or formats.square,
         )

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from ..storage import StorageDtype
+from ..update_rules import RULES
 from .schema import Config, PrecisionConfig
 
 #: Columns of a head in FP8 attention (`kernels.attention`).
@@ -66,8 +67,8 @@ def _check_without_fp8(precision: PrecisionConfig) -> Iterator[str]:
     same = {
         "main_params_dtype": formats.master_weight,
         "main_grads_dtype": formats.main_grad,
-        "exp_avg_dtype": formats.exp_avg,
-        "exp_avg_sq_dtype": formats.exp_avg_sq,
+        "exp_avg_dtype": formats.average,
+        "exp_avg_sq_dtype": formats.square,
     }
     for name in ("params_dtype", *same):
         dtype = getattr(precision, name)
@@ -135,7 +136,9 @@ def _check_split(config: Config) -> Iterator[str]:
     weight, optimizer = config.precision.formats.weight, config.optimizer
     if weight is not StorageDtype.FP8:
         yield f"main_params_dtype(split) is half of an FP8 weight, params_dtype is {weight.value}; choose fp8 (O3)"
-    if optimizer.adam_beta1**2 >= optimizer.adam_beta2:
+    if RULES[optimizer.optimizer].split_place is None:
+        yield f"main_params_dtype(split) needs optimizer(adam), not {optimizer.optimizer}; choose one of them"
+    elif optimizer.adam_beta1**2 >= optimizer.adam_beta2:
         yield (
             f"main_params_dtype(split) foretells scales from the bound of Adam's update, which "
             f"adam_beta1({optimizer.adam_beta1})² ≥ adam_beta2({optimizer.adam_beta2}) has not; raise adam_beta2"

@@ -24,8 +24,9 @@ from ..sharding.released_grads import ReleasedGrad, ReleasedGradBuffer
 from ..sharding.storage import ModelStorage
 from . import statistics
 from .clip_grads import clip_factor, global_grad_norm
-from .hyperparameters import AdamW
+from .hyperparameters import OptimizerSettings
 from .loss_scale import LossScale
+from .rules.rule import build_rule
 from .split_state import SplitSpaceState
 from .state import SpaceState
 
@@ -38,12 +39,13 @@ class Copied(Protocol):
 
 
 class FP8DistributedOptimizer:
-    """AdamW (or Adam) over the spaces of all model chunks of a rank, state sharded over each space's replicas.
+    """An update rule over the spaces of all model chunks of a rank, state sharded over each space's replicas.
 
     Of a model that is evaluated it holds the masters alone, from which the weights are derived.
 
     `param_groups` has one group per space with Megatron's keys (`lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`,
-    `is_decoupled_lr`). megatron-core's scheduler sets the first two. Vectors (norms, biases) have no decay.
+    `is_decoupled_lr`) and the rule's options. megatron-core's scheduler sets the first two. Vectors (norms,
+    biases) have no decay.
 
     Args:
         model: this rank's model chunks; their parameters have no values until `load_weights`.
@@ -58,7 +60,7 @@ class FP8DistributedOptimizer:
     def __init__(
         self,
         model: Sequence[DataParallelModule],
-        config: AdamW,
+        settings: OptimizerSettings,
         storage: ModelStorage,
         *,
         world: Group | None,
@@ -66,7 +68,9 @@ class FP8DistributedOptimizer:
         loss_scale: LossScale | None = None,
         histories: Sequence[AmaxHistory] = (),
     ) -> None:
-        self.config = config
+        self.settings = settings
+        #: What the update rule stores beside each weight.
+        self.rule_states = build_rule(settings.rule, settings.all_options).states
         self.device = device
         self.model = model
         self.loss_scale = loss_scale
@@ -75,12 +79,14 @@ class FP8DistributedOptimizer:
         for chunk in model:
             for buffer in chunk.grad_buffers:
                 formats = storage.of_state(buffer.space.storage)
-                kind = SplitSpaceState if formats.master_weight is StorageDtype.SPLIT else SpaceState
-                state = kind(buffer.space, formats, has_moments=storage.is_trained)
+                is_split = formats.master_weight is StorageDtype.SPLIT
+                rule = build_rule(settings.rule, settings.all_options, is_split=is_split)
+                kind = SplitSpaceState if is_split else SpaceState
+                state = kind(buffer.space, formats, rule, is_trained=storage.is_trained)
                 self.states.append(state)
                 if state.gather is not None:
                     chunk.receive_weights_through(state.gather)
-        self.param_groups = [_param_group(state, config) for state in self.states]
+        self.param_groups = [_param_group(state, settings) for state in self.states]
         self.step_count = torch.zeros(1, device=device)
         self._world = world
         self._histories = [history for history in histories if history.num_slots]
@@ -121,11 +127,11 @@ class FP8DistributedOptimizer:
             state.derive_weights()
 
     def hold_state(self, copied: Copied) -> None:
-        """Masters and moments are being copied: the next update waits for `copied`, on the device."""
+        """Masters and states are being copied: the next update waits for `copied`, on the device."""
         self._copied = copied
 
     def wait_for_copies(self) -> None:
-        """Let the current stream write masters and moments. The host does not wait."""
+        """Let the current stream write masters and states. The host does not wait."""
         if self._copied is not None:
             self._copied.wait()
             self._copied = None
@@ -134,8 +140,8 @@ class FP8DistributedOptimizer:
         """Update each parameter of a released space as soon as its gradient is written."""
         for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
             if isinstance(buffer, ReleasedGradBuffer):
-                assert self.config.clip_grad == 0, (
-                    f"clip_grad({self.config.clip_grad}) with gradients that are released"
+                assert self.settings.clip_grad == 0, (
+                    f"clip_grad({self.settings.clip_grad}) with gradients that are released"
                 )
                 buffer.release_to(partial(self._update_released, state, group))
 
@@ -148,7 +154,7 @@ class FP8DistributedOptimizer:
             seen = torch.maximum(seen, history.amax.amax(dim=0, keepdim=True))
         factor = _scaled(seen * 0.0 + 1.0, state)  # NaN where it is not finite
         self._released_moved.logical_or_(torch.isfinite(factor))
-        state.update_slot(grad, group, self.config, grad_factor=factor, step_count=self.step_count + 1)
+        state.update_slot(grad, group, grad_factor=factor, step_count=self.step_count + 1)
 
     def _moved(self, factor: Tensor) -> Tensor:
         """bool [1], the same on all ranks: whether this step updates anything."""
@@ -189,10 +195,10 @@ class FP8DistributedOptimizer:
             loss: FP32 [1], this rank's part of the step's loss. If it is not finite on any rank, the norm is NaN.
         """
         norm = global_grad_norm(self.buffers, self._world, self.device, self._histories, loss)
-        factor = clip_factor(norm, self.config.clip_grad)
+        factor = clip_factor(norm, self.settings.clip_grad)
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.scale
-            factor = clip_factor(norm, self.config.clip_grad) / self.loss_scale.scale
+            factor = clip_factor(norm, self.settings.clip_grad) / self.loss_scale.scale
             self.loss_scale.update(~torch.isfinite(norm))
         for buffer in self.buffers:
             buffer.end_step(torch.isfinite(factor))
@@ -202,22 +208,23 @@ class FP8DistributedOptimizer:
             if isinstance(buffer, ReleasedGradBuffer):
                 state.finish_update()
                 continue
-            state.update(buffer, group, self.config, grad_factor=_scaled(factor, state), step_count=self.step_count)
+            state.update(buffer, group, grad_factor=_scaled(factor, state), step_count=self.step_count)
         return norm
 
 
-def _param_group(state: SpaceState, config: AdamW) -> dict[str, Any]:
+def _param_group(state: SpaceState, settings: OptimizerSettings) -> dict[str, Any]:
     """A space's parameter group, with Megatron's keys."""
     decoupled = state.space.has_decoupled_lr
-    peak, least = config.rates(decoupled=decoupled)
+    peak, least = settings.rates(decoupled=decoupled)
     return {
         "params": [slot.param for slot in state.space.slots],
         "lr": peak,
         "max_lr": peak,
         "min_lr": least,
-        "weight_decay": config.weight_decay * _decay_multiplier(state),
+        "weight_decay": settings.weight_decay * _decay_multiplier(state),
         "wd_mult": _decay_multiplier(state),
         "is_decoupled_lr": decoupled,
+        **settings.all_options,
     }
 
 

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..update_rules import RULES
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """AdamW (arXiv 1711.05101), or Adam with an L2 term.
+class OptimizerSettings:
+    """Which update rule a run has, and its numbers.
 
     Attributes:
+        rule: a name of `update_rules.RULES`.
+        options: the rule's own, where they are not the registry's defaults.
         lr: peak learning rate. min_lr: the one at the end of a schedule's decay.
         decoupled_lr, decoupled_min_lr: those of spaces with `has_decoupled_lr`; None: as for the others.
-        beta1, beta2: decay of the first and the second moment.
-        eps: added to the denominator.
         weight_decay: of matrices; norms and biases have none.
         clip_grad: the global gradient norm is clipped to this; 0: never.
-        is_decoupled: weight decay acts on the weight (AdamW); False adds the L2 term to the gradient (Adam).
     """
 
+    rule: str = "adamw"
+    options: Mapping[str, Any] = field(default_factory=dict)
     lr: float = 3e-4
     min_lr: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
     weight_decay: float = 0.1
     clip_grad: float = 1.0
-    is_decoupled: bool = True
     decoupled_lr: float | None = None
     decoupled_min_lr: float | None = None
+
+    @property
+    def all_options(self) -> dict[str, Any]:
+        """The rule's options, with the defaults."""
+        return {**RULES[self.rule].options, **self.options}
 
     def rates(self, *, decoupled: bool) -> tuple[float, float]:
         """(peak, end of the decay) of the learning rate of a space."""

@@ -6,6 +6,7 @@ O3's 3. Each tensor's scale is predicted from its amax over all ranks after the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from ..kernels import ops
 from ..sharding.gradient import GradBuffer
 from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
 from ..sharding.released_grads import ReleasedGrad
-from .hyperparameters import AdamW
-from .state import SpaceState, StateTensor, hyperparameters, whole
+from .rules.rule import UpdateRule
+from .rules.split_adamw import SplitAdamW
+from .state import SpaceState, StateTensor, whole
 
 
 class SplitSpaceState(SpaceState):
@@ -28,9 +30,14 @@ class SplitSpaceState(SpaceState):
         tensor_amax: FP32 [num_slots], the largest magnitude of each master over all ranks.
     """
 
-    def __init__(self, space: ParamSpace, formats: StorageFormats, *, has_moments: bool = True) -> None:
+    rule: SplitAdamW
+
+    def __init__(
+        self, space: ParamSpace, formats: StorageFormats, rule: UpdateRule, *, is_trained: bool = True
+    ) -> None:
+        assert isinstance(rule, SplitAdamW), rule
         assert formats.weight is StorageDtype.FP8 and formats.master_weight is StorageDtype.SPLIT, formats
-        super().__init__(space, formats, has_moments=has_moments)
+        super().__init__(space, formats, rule, is_trained=is_trained)
         self.tensor_amax = torch.zeros(len(space.slots), device=space.device)
         self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
         #: FP32 [num_slots] between a step's first `update_slot` and `finish_update`.
@@ -103,21 +110,19 @@ class SplitSpaceState(SpaceState):
     def update(
         self,
         buffer: GradBuffer,
-        group: dict[str, Any],
-        config: AdamW,
+        group: Mapping[str, Any],
         *,
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
-        hyper = hyperparameters(group, config)
         shard = self._own_weights()
         scales = self.scales.contiguous()  # a kernel indexes by tensor; each scale takes four floats
         self._split_step(
             Fragment(0, 0, self.space.shard_numel),
             buffer,
             shard,
-            (scales, self._foretold_scales(hyper), self.chunk_slots),
-            hyper,
+            (scales, self.rule.next_scales(self.tensor_amax, group, self.scales), self.chunk_slots),
+            group,
             grad_factor,
             step_count,
         )
@@ -129,16 +134,14 @@ class SplitSpaceState(SpaceState):
     def update_slot(
         self,
         grad: ReleasedGrad,
-        group: dict[str, Any],
-        config: AdamW,
+        group: Mapping[str, Any],
         *,
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
         """As `SpaceState.update_slot`. The weight and its scale are updated when this returns."""
-        hyper = hyperparameters(group, config)
         if self._next_scales is None:
-            self._next_scales = self._foretold_scales(hyper)
+            self._next_scales = self.rule.next_scales(self.tensor_amax, group, self.scales)
         place, index = whole(grad.slot), self._index[grad.slot.offset]
         chunk_slots = torch.zeros(place.length // CHUNK, dtype=torch.int32, device=self.space.device)
         self._split_step(
@@ -146,7 +149,7 @@ class SplitSpaceState(SpaceState):
             grad,
             grad.slot.padded_slice(self.weight.payload),
             (self.scale_of(grad.slot), self._next_scales[index : index + 1], chunk_slots),
-            hyper,
+            group,
             grad_factor,
             step_count,
         )
@@ -157,7 +160,7 @@ class SplitSpaceState(SpaceState):
         grad: GradBuffer | ReleasedGrad,
         weight: Tensor,
         scales: tuple[Tensor, Tensor, Tensor],
-        hyper: ops.AdamHyper,
+        group: Mapping[str, Any],
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
@@ -169,11 +172,12 @@ class SplitSpaceState(SpaceState):
         assert self.chunk_amax is not None
         start, stop = place.shard_start, place.shard_start + place.length
         before, after, chunk_tensor = scales
-        ops.adamw_split_step_(
+        exp_avg, exp_avg_sq = self.states_of(place)
+        self.rule.split_step(
             ops.SplitAdamState(
                 grad=ops.FlatState(grad.payload, grad.scales),
-                exp_avg=self.exp_avg.part(place),
-                exp_avg_sq=self.exp_avg_sq.part(place),
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
                 weight=weight,
                 correction=self.master.part(place).payload,
                 weight_scales=before,
@@ -181,7 +185,7 @@ class SplitSpaceState(SpaceState):
                 chunk_tensor=chunk_tensor,
                 places=self.places_of(place),
             ),
-            hyper,
+            group,
             grad_factor=grad_factor,
             step=step_count,
             chunk_amax=self.chunk_amax[start // CHUNK : stop // CHUNK],
@@ -190,12 +194,6 @@ class SplitSpaceState(SpaceState):
     def finish_update(self) -> None:
         self._next_scales = None
         self.tensor_amax.copy_(self._tensor_amax())
-
-    def _foretold_scales(self, hyper: ops.AdamHyper) -> Tensor:
-        """FP32 [num_slots], the predicted scales of this step's weights."""
-        return ops.next_weight_scales(
-            self.tensor_amax, lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, previous=self.scales
-        )
 
     def byte_counts(self) -> dict[str, int]:
         counts = super().byte_counts()

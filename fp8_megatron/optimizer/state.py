@@ -1,7 +1,7 @@
-"""Optimizer state of one flat space: this rank's shard of masters and moments, each in its own dtype, and the weights.
+"""Optimizer state of one flat space: this rank's shard of masters and of what the rule stores, and the weights.
 
-One fused pass updates a space (FP8-LM, arXiv 2310.18313, section 2.2: gradients and first moment in FP8, second moment
-and master weight in FP16 with scales, arithmetic in FP32).
+One pass of the update rule (`rules.rule.UpdateRule`) updates a space, in FP32 arithmetic over state in its storage
+dtypes (FP8-LM, arXiv 2310.18313, section 2.2).
 
 The master weight is the truth. Initialisation, a checkpoint and a converted model all enter through `set_master`. The
 weights of the layers are derived from it and from nothing else.
@@ -10,7 +10,7 @@ weights of the layers are derived from it and from nothing else.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
 from ..sharding.released_grads import ReleasedGrad
 from ..sharding.transport import SendMemory
 from ..sharding.weight_gather import WeightGather
-from .hyperparameters import AdamW
+from .rules.rule import UpdateRule
 
 #: Elements whose FP32 values are held at a time where no fused kernel reads a state, a multiple of all blocks.
 _PIECE = 1 << 26
@@ -76,25 +76,13 @@ class StateTensor(ops.FlatState):
         return 0 if self.scales is None else self.scales.nbytes
 
 
-def hyperparameters(group: dict[str, Any], config: AdamW) -> ops.AdamHyper:
-    """What the optimizer operators take, from a space's parameter group and the run's settings."""
-    return ops.AdamHyper(
-        lr=float(group["lr"]),
-        beta1=config.beta1,
-        beta2=config.beta2,
-        eps=config.eps,
-        weight_decay=float(group["weight_decay"]),
-        decoupled=config.is_decoupled,
-    )
-
-
 def whole(slot: Slot) -> Fragment:
     """A parameter's place in a shard that is the whole space."""
     return Fragment(slot.offset, 0, slot.padded)
 
 
 class SpaceState:
-    """Master and moments of this rank's shard of one space, and all weights of the space.
+    """Master and the rule's states of this rank's shard of one space, and all weights of the space.
 
     Every parameter of the space becomes a view of flat weight storage. With one replica the shard is the space. A
     weight that is its own master shares the master's storage.
@@ -104,13 +92,18 @@ class SpaceState:
         chunk_amax: FP32 [shard_numel / CHUNK], the largest magnitude of each chunk of this shard's masters, of linear
             weights. The optimizer kernel writes it. Scales of casts to FP8 come from it.
 
+        states: by name, what the rule stores for this shard.
+
     Args:
-        has_moments: False: the space is evaluated and never updated; its moments have no elements.
+        is_trained: False: the space is evaluated and never updated; its states have no elements.
     """
 
-    def __init__(self, space: ParamSpace, formats: StorageFormats, *, has_moments: bool = True) -> None:
+    def __init__(
+        self, space: ParamSpace, formats: StorageFormats, rule: UpdateRule, *, is_trained: bool = True
+    ) -> None:
         self.space = space
         self.formats = formats
+        self.rule = rule
         n, device = space.shard_numel, space.device
         own, gathered = SendMemory(device), space.replicas.weight_memory
         self.derives_fp8 = formats.weight is StorageDtype.FP8
@@ -137,11 +130,13 @@ class SpaceState:
             self._point_at_weight(slot, index)
         is_shared = is_own_master and space.num_shards == 1
         self.master = self.weight if is_shared else StateTensor.zeros(n, formats.master_weight or formats.weight, own)
-        self.has_moments = has_moments
-        num_moments = n if has_moments else 0
-        self.exp_avg = StateTensor.zeros(num_moments, formats.exp_avg, own)
-        self.exp_avg_sq = StateTensor.zeros(num_moments, formats.exp_avg_sq, own)
-        stored = (formats.master_weight or formats.weight, formats.exp_avg, formats.exp_avg_sq)
+        self.is_trained = is_trained
+        dtypes = rule.dtypes(formats)
+        self.states = {
+            spec.name: StateTensor.zeros(n if is_trained else 0, dtype, own)
+            for spec, dtype in zip(rule.states, dtypes, strict=True)
+        }
+        stored = (formats.master_weight or formats.weight, *dtypes)
         rounds = any(dtype is not StorageDtype.FP32 for dtype in stored)
         self.places = space.shard_places() if rounds else ops.Places()
         self.gather: WeightGather | None = None
@@ -181,9 +176,9 @@ class SpaceState:
         return self.space.assemble(slot, lambda fragment: self.part("master", slot, fragment).load())
 
     def part(self, kind: str, slot: Slot, fragment: Fragment) -> StateTensor:
-        """This rank's part of a parameter's state; `kind` is master, exp_avg or exp_avg_sq."""
-        assert self.has_moments or kind == "master", f"{kind} of a model that was built for evaluation"
-        stored: StateTensor = getattr(self, kind)
+        """This rank's part of a parameter's state; `kind` is "master" or the name of a state."""
+        assert self.is_trained or kind == "master", f"{kind} of a model that was built for evaluation"
+        stored = self.master if kind == "master" else self.states[kind]
         return stored.part(fragment)
 
     def squared_norm(self) -> Tensor:
@@ -202,12 +197,12 @@ class SpaceState:
         """Make the current stream wait for what `on_cpu` copies."""
 
     def on_cpu(self) -> SpaceState:
-        """A CPU copy of this shard's masters and moments, after `before_copy`. Read it through `part`.
+        """A CPU copy of this shard's masters and states, after `before_copy`. Read it through `part`.
 
         On CUDA it is complete once the current stream is synchronised.
         """
         frozen = copy.copy(self)
-        frozen.exp_avg, frozen.exp_avg_sq = self.exp_avg.on_cpu(), self.exp_avg_sq.on_cpu()
+        frozen.states = {name: stored.on_cpu() for name, stored in self.states.items()}
         frozen.master = self.master.on_cpu()
         return frozen
 
@@ -280,30 +275,29 @@ class SpaceState:
     def update(
         self,
         buffer: GradBuffer,
-        group: dict[str, Any],
-        config: AdamW,
+        group: Mapping[str, Any],
         *,
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
-        """One AdamW (or Adam) step of this rank's shard in one fused pass; sends the new weights.
+        """One step of the rule over this rank's shard; sends the new weights.
 
         Args:
             buffer: the space's gradients, finished.
-            group: the space's parameter group; `lr` and `weight_decay` are read.
-            grad_factor: FP32 [1]; if it is not finite, nothing changes (`ops.adamw_step_`).
+            group: the space's parameter group, whose numbers the rule reads.
+            grad_factor: FP32 [1]; if it is not finite, nothing changes.
             step_count: FP32 [1], this step's number.
         """
         written = self._weights_to_write()
         shard = Fragment(0, 0, self.space.shard_numel)
-        self._step(shard, buffer, written, hyperparameters(group, config), grad_factor, step_count)
+        self._step(shard, buffer, written, group, grad_factor, step_count)
         self._publish_weights(written)
 
     def update_parts(
         self,
         buffer: GradBuffer,
         parts: Sequence[tuple[int, int, Tensor]],
-        hyper: ops.AdamHyper,
+        group: Mapping[str, Any],
         grad_factor: Tensor,
     ) -> None:
         """`update` for parts of this rank's shard that lie on borders of fragments; the rest of it stays as it is.
@@ -314,14 +308,13 @@ class SpaceState:
         written = self._weights_to_write()
         for start, stop, step_count in parts:
             for first, last, grad in buffer.runs(start, stop):
-                self._step(Fragment(first, 0, last - first), grad, written, hyper, grad_factor, step_count)
+                self._step(Fragment(first, 0, last - first), grad, written, group, grad_factor, step_count)
         self._publish_weights(written)
 
     def update_slot(
         self,
         grad: ReleasedGrad,
-        group: dict[str, Any],
-        config: AdamW,
+        group: Mapping[str, Any],
         *,
         grad_factor: Tensor,
         step_count: Tensor,
@@ -331,7 +324,7 @@ class SpaceState:
         Call `finish_update` after the last one of a step.
         """
         written = self._weights_to_write()
-        self._step(whole(grad.slot), grad, written, hyperparameters(group, config), grad_factor, step_count)
+        self._step(whole(grad.slot), grad, written, group, grad_factor, step_count)
 
     def finish_update(self) -> None:
         """Derive FP8 weights from the new masters, after all `update_slot` calls of a step."""
@@ -342,26 +335,25 @@ class SpaceState:
         place: Fragment,
         grad: GradBuffer | ReleasedGrad | ops.FlatState,
         written: Tensor | None,
-        hyper: ops.AdamHyper,
+        group: Mapping[str, Any],
         grad_factor: Tensor,
         step_count: Tensor,
     ) -> None:
-        """The fused pass over one part of the shard; `grad` is of that part, `written` of the shard."""
+        """The rule's step over one part of the shard; `grad` is of that part, `written` of the shard."""
         start, stop = place.shard_start, place.shard_start + place.length
-        ops.adamw_step_(
-            ops.AdamState(
-                grad=ops.FlatState(grad.payload, grad.scales),
-                exp_avg=self.exp_avg.part(place),
-                exp_avg_sq=self.exp_avg_sq.part(place),
-                master=self.master.part(place),
-                places=self.places_of(place),
-            ),
-            hyper,
-            grad_factor=grad_factor,
-            step=step_count,
+        operands = ops.FlatOperands(
+            grad=ops.FlatState(grad.payload, grad.scales),
+            states=self.states_of(place),
+            master=self.master.part(place),
+            places=self.places_of(place),
             weight=None if written is None else written[start:stop],
             chunk_amax=None if self.chunk_amax is None else self.chunk_amax[start // CHUNK : stop // CHUNK],
         )
+        self.rule.step(operands, group, grad_factor=grad_factor, step=step_count)
+
+    def states_of(self, place: Fragment) -> tuple[StateTensor, ...]:
+        """The rule's states of one part of the shard (views)."""
+        return tuple(stored.part(place) for stored in self.states.values())
 
     def _derived_fp8_shard(self) -> Tensor:
         assert self.weight_scales is not None
@@ -399,11 +391,11 @@ class SpaceState:
         return amax
 
     def byte_counts(self) -> dict[str, int]:
-        """Bytes held, by kind: weight, master_weight, exp_avg and exp_avg_sq (payloads), and scales (with other small
-        tensors).
+        """Bytes held, by kind: weight, master_weight and each of the rule's states (payloads), and scales (with other
+        small tensors).
         """
         shares_master = self.weight is self.master
-        scales = self.exp_avg.scale_bytes + self.exp_avg_sq.scale_bytes + self.master.scale_bytes
+        scales = sum(stored.scale_bytes for stored in self.states.values()) + self.master.scale_bytes
         scales += 0 if shares_master else self.weight.scale_bytes
         for extra in (self.weight_scales, self.cast_scales, self.chunk_amax):
             scales += 0 if extra is None else extra.nbytes
@@ -414,7 +406,6 @@ class SpaceState:
         return {
             "weight": self.weight.payload_bytes,
             "master_weight": 0 if shares_master else self.master.payload_bytes,
-            "exp_avg": self.exp_avg.payload_bytes,
-            "exp_avg_sq": self.exp_avg_sq.payload_bytes,
+            **{name: stored.payload_bytes for name, stored in self.states.items()},
             "scales": scales,
         }

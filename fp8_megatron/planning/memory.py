@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from ..config.optimizer import OptimizerConfig
 from ..config.schema import Config, PrecisionConfig
 from ..data import tokenizer
 from ..dtypes import GRAD_BLOCK, STATE_BLOCK, StorageDtype
 from ..models.registry import architecture_of
+from ..optimizer.hyperparameters import OptimizerSettings
+from ..optimizer.rules.rule import UpdateRule, build_rule
 from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.partition import PLACE_BYTES, StorageClass
 from ..sharding.storage import ModelStorage
@@ -44,15 +47,35 @@ def model_storage(precision: PrecisionConfig, num_micro_batches: int, *, is_trai
     )
 
 
+def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
+    """The optimizer's settings."""
+    return OptimizerSettings(
+        rule=config.optimizer,
+        options=config.rule_options,
+        lr=config.lr,
+        min_lr=config.min_lr,
+        decoupled_lr=config.decoupled_lr,
+        decoupled_min_lr=config.decoupled_min_lr,
+        weight_decay=config.weight_decay,
+        clip_grad=config.clip_grad,
+    )
+
+
+def rule_of(config: Config) -> UpdateRule:
+    """How the run updates its parameters."""
+    return build_rule(config.optimizer.optimizer, optimizer_settings(config.optimizer).all_options)
+
+
 def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0) -> MemoryByKind:
     """Predicted memory of a rank of pipeline stage `stage`, without padding and wire buffers."""
     replicas = config.num_replicas(world_size)
     is_trained = not config.training.skip_train
     stored = model_storage(config.precision, config.num_micro_batches(world_size), is_trained=is_trained)
     by_class = parameters_by_class(config, padded_vocab_size, stage=stage)
-    linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)
+    rule = rule_of(config)
+    linear = rest = StorageBytes.none(rule.states)
     for storage, count in by_class.items():
-        held = _predict(storage, count, stored, replicas)
+        held = _predict(storage, count, stored, rule, replicas)
         if storage is StorageClass.LINEAR:
             linear += held
         else:
@@ -84,22 +107,22 @@ def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:
     """Predicted bytes of the tensors of one checkpoint, of all ranks together."""
     by_class = parameters_by_class(config, padded_vocab_size)
     if config.checkpoint.ckpt_state_dtype == "fp32":
-        num_kinds = 3 if config.checkpoint.save_optim else 1
+        num_kinds = 1 + len(rule_of(config).states) if config.checkpoint.save_optim else 1
         return num_kinds * StorageDtype.FP32.itemsize * sum(by_class.values())
     stored = model_storage(config.precision, num_micro_batches=1)
     total = 0
     for storage, count in by_class.items():
         formats = stored.of_state(storage)
         master = formats.master_weight or formats.weight
-        moments = (formats.exp_avg, formats.exp_avg_sq) if config.checkpoint.save_optim else ()
-        for dtype in (master, *moments):
+        states = rule_of(config).dtypes(formats) if config.checkpoint.save_optim else ()
+        for dtype in (master, *states):
             total += count * dtype.itemsize + (4 * count // STATE_BLOCK if dtype.is_scaled else 0)
         if master is StorageDtype.SPLIT:
             total += count * formats.weight.itemsize
     return total
 
 
-def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: int) -> StorageBytes:
+def _predict(storage: StorageClass, count: int, stored: ModelStorage, rule: UpdateRule, replicas: int) -> StorageBytes:
     formats, grads = stored.of_state(storage), stored.of_grads(storage)
     is_own_master = formats.master_weight is None
     master = formats.master_weight or formats.weight
@@ -108,9 +131,9 @@ def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: 
         gradients.append((grads.local, count))
     if grads.is_released or not stored.is_trained:
         gradients = []
-    rounds = any(dtype is not StorageDtype.FP32 for dtype in (formats.exp_avg, formats.exp_avg_sq, master))
-    num_moments = count // replicas if stored.is_trained else 0
-    state = [(formats.exp_avg, num_moments), (formats.exp_avg_sq, num_moments), (master, count // replicas)]
+    rounds = any(dtype is not StorageDtype.FP32 for dtype in (*rule.dtypes(formats), master))
+    num_updated = count // replicas if stored.is_trained else 0
+    state = [*((dtype, num_updated) for dtype in rule.dtypes(formats)), (master, count // replicas)]
     if is_own_master and replicas > 1:
         state.append((master, count))  # the rank holds scales of all replicas' weights
     return StorageBytes(
@@ -118,8 +141,7 @@ def _predict(storage: StorageClass, count: int, stored: ModelStorage, replicas: 
         weights=count * formats.weight.itemsize,
         gradients=sum(dtype.itemsize * n for dtype, n in gradients),
         master_weights=0 if is_own_master and replicas == 1 else master.itemsize * (count // replicas),
-        exp_avg=formats.exp_avg.itemsize * num_moments,
-        exp_avg_sq=formats.exp_avg_sq.itemsize * num_moments,
+        states={spec.name: spec.dtype(formats).itemsize * num_updated for spec in rule.states},
         scales=sum(4 * n // STATE_BLOCK for dtype, n in state if dtype.is_scaled)
         + sum(4 * n // GRAD_BLOCK for dtype, n in gradients if dtype is StorageDtype.FP8)
         + (PLACE_BYTES * (count // replicas) // storage.alignment if rounds else 0),

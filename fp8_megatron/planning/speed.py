@@ -12,9 +12,10 @@ from ..config.schema import Config
 from ..dtypes import StorageDtype
 from ..models.architecture import LayerShape
 from ..models.registry import architecture_of
+from ..optimizer.rules.rule import ElementwiseRule
 from ..reporting.flops import layer_flops, linear_params_per_layer
 from ..sharding.partition import StorageClass
-from .memory import model_storage, parameters_by_class
+from .memory import model_storage, parameters_by_class, rule_of
 from .wire import predict_wire_bytes, stage_message_bytes
 
 
@@ -224,6 +225,8 @@ def why_no_time(config: Config) -> str | None:
     if not has_rates:
         name = f"fp8_recipe({precision.fp8_recipe})" if precision.is_fp8 else precision.precision
         return f"no rates of {name} were measured"
+    if isinstance(rule_of(config), ElementwiseRule):
+        return f"no update of optimizer({config.optimizer.optimizer}) was measured"
     if layer_flops(config) < _SMALL_LAYER_FLOPS:
         return "layers have under 1 TFLOP a micro-batch, and their kernels reach lower rates than were measured"
     return None
@@ -432,4 +435,4 @@ def _fp8_update(config: Config, rates: GpuRates) -> float:
     formats = config.precision.formats
     if formats.master_weight is StorageDtype.SPLIT:
         return rates.split_update
-    return rates.moments_update if formats.exp_avg is StorageDtype.INT8 else rates.fp8_update
+    return rates.moments_update if formats.average is StorageDtype.INT8 else rates.fp8_update

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from ..storage import LEVELS, StorageDtype, StorageFormats
+from ..storage import LEVELS, StateSpec, StorageDtype, StorageFormats
 from .tables import table_text
 
 
@@ -20,19 +21,41 @@ class StorageBytes:
     """Gradient buffers that live for the whole step."""
     master_weights: int
     """0 if the weight is its own master."""
-    exp_avg: int
-    exp_avg_sq: int
+    states: Mapping[str, int]
+    """What the update rule stores, by name."""
     scales: int
-    """Scales of weights, gradients, masters and moments."""
+    """Scales of weights, gradients, masters and states."""
+
+    @classmethod
+    def none(cls, states: Iterable[StateSpec]) -> StorageBytes:
+        """Of no parameters."""
+        return cls(0, 0, 0, 0, {spec.name: 0 for spec in states}, 0)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of each kind, and of each state by its name."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "master_weights": self.master_weights,
+            **self.states,
+            "scales": self.scales,
+        }
 
     @property
     def total(self) -> int:
         """Sum of all kinds, in bytes."""
-        return sum(getattr(self, kind) for kind in _KINDS)
+        return sum(self.by_kind.values())
 
     def __add__(self, other: StorageBytes) -> StorageBytes:
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return StorageBytes(**sums)
+        return StorageBytes(
+            self.num_params + other.num_params,
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.master_weights + other.master_weights,
+            {name: count + other.states[name] for name, count in self.states.items()},
+            self.scales + other.scales,
+        )
 
 
 @dataclass(frozen=True)
@@ -46,19 +69,10 @@ class MemoryByKind:
     """Bytes of the buffers that gradients are sent from and received into, for all parameters."""
 
 
-_KINDS: dict[str, str] = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "master_weights": "master weights",
-    "exp_avg": "first moment",
-    "exp_avg_sq": "second moment",
-    "scales": "scales",
-}
-
-
 def memory_table(
     measured: MemoryByKind,
     formats: StorageFormats,
+    states: Sequence[StateSpec],
     *,
     predicted: MemoryByKind | None = None,
     level: str = "this run",
@@ -69,48 +83,50 @@ def memory_table(
     Args:
         predicted: what `predict_memory` gave for the configuration before the model was built.
         formats: storage dtypes of linear weights and their state.
+        states: what the update rule stores.
         level: name of the run's level, for the heading.
-        num_optimizer_shards: data-parallel ranks that share master weights and moments. BF16 is counted with the same
+        num_optimizer_shards: data-parallel ranks that share master weights and states. BF16 is counted with the same
             sharding, so that the ratio shows the formats' saving alone.
 
     Returns:
         Text without colours, at most 120 columns wide on any terminal.
     """
     total = measured.linear + measured.rest
-    baseline = bf16_bytes(total.num_params, num_optimizer_shards=num_optimizer_shards)
+    baseline = bf16_bytes(total.num_params, states, num_optimizer_shards=num_optimizer_shards)
     headings = (
         *("bytes per parameter", "stored as"),
         *("linear\nweights", "16-bit\nrest", "all", "BF16\nmixed"),
         *(["predicted\nGB"] if predicted is not None else []),
         *("all\nGB", "BF16\nGB", "saving"),
     )
-    dtypes = _dtype_names(formats)
+    dtypes = _dtype_names(formats, states)
     if measured.linear.num_params and not measured.linear.gradients:
         dtypes["gradients"] = "released"
+    titles = {spec.name: spec.title for spec in states}
     rows = [
         [
-            name,
+            titles.get(kind, kind.replace("_", " ")),
             dtypes.get(kind, ""),
             *(_per_param(group, kind) for group in (measured.linear, measured.rest, total, baseline)),
-            *([] if predicted is None else [_gigabytes(getattr(predicted.linear + predicted.rest, kind))]),
-            _gigabytes(getattr(total, kind)),
-            _gigabytes(getattr(baseline, kind)),
-            _saving(getattr(baseline, kind), getattr(total, kind)),
+            *([] if predicted is None else [_gigabytes(_bytes(predicted.linear + predicted.rest, kind))]),
+            _gigabytes(_bytes(total, kind)),
+            _gigabytes(_bytes(baseline, kind)),
+            _saving(_bytes(baseline, kind), _bytes(total, kind)),
         ]
-        for kind, name in (*_KINDS.items(), ("total", "total"))
+        for kind in (*total.by_kind, "total")
     ]
     linear, rest = measured.linear.num_params, measured.rest.num_params
     notes = f"{linear:,} parameters in linear weights, {rest:,} in the 16-bit rest; GB = 10^9 bytes"
     if measured.wire_buffers:
         notes += f"\nbuffers of the wire, whatever the model's size: {_gigabytes(measured.wire_buffers)} GB more"
     if num_optimizer_shards > 1:
-        notes += f"; master weights and moments, BF16's too, over {num_optimizer_shards} ranks"
+        notes += f"; master weights and states, BF16's too, over {num_optimizer_shards} ranks"
     title = f"Memory of weights and optimizer on one rank: {level} beside BF16 mixed precision"
     return f"{table_text(headings, rows, title=title, num_left=2)}\n{notes}"
 
 
-def bf16_bytes(num_params: int, *, num_optimizer_shards: int = 1) -> StorageBytes:
-    """Memory of `num_params` parameters in BF16 mixed precision: 2 + 4 + (4 + 4 + 4) / shards bytes each."""
+def bf16_bytes(num_params: int, states: Sequence[StateSpec], *, num_optimizer_shards: int = 1) -> StorageBytes:
+    """Memory of `num_params` parameters in BF16 mixed precision: 2 + 4 + (4 + 4 · states) / shards bytes each."""
     formats = LEVELS["bf16"]
     assert formats.master_weight is not None
     return StorageBytes(
@@ -118,13 +134,12 @@ def bf16_bytes(num_params: int, *, num_optimizer_shards: int = 1) -> StorageByte
         weights=num_params * formats.weight.itemsize,
         gradients=num_params * formats.main_grad.itemsize,
         master_weights=num_params * formats.master_weight.itemsize // num_optimizer_shards,
-        exp_avg=num_params * formats.exp_avg.itemsize // num_optimizer_shards,
-        exp_avg_sq=num_params * formats.exp_avg_sq.itemsize // num_optimizer_shards,
+        states={spec.name: num_params * spec.dtype(formats).itemsize // num_optimizer_shards for spec in states},
         scales=0,
     )
 
 
-def _dtype_names(formats: StorageFormats) -> dict[str, str]:
+def _dtype_names(formats: StorageFormats, states: Sequence[StateSpec]) -> dict[str, str]:
     def name(dtype: StorageDtype | None) -> str:
         return "= weight" if dtype is None else dtype.value.upper()
 
@@ -132,14 +147,17 @@ def _dtype_names(formats: StorageFormats) -> dict[str, str]:
         "weights": name(formats.weight),
         "gradients": name(formats.main_grad),
         "master_weights": name(formats.master_weight),
-        "exp_avg": name(formats.exp_avg),
-        "exp_avg_sq": name(formats.exp_avg_sq),
+        **{spec.name: name(spec.dtype(formats)) for spec in states},
         "scales": "FP32",
     }
 
 
 def _per_param(group: StorageBytes, kind: str) -> str:
-    return f"{getattr(group, kind) / group.num_params:.3f}" if group.num_params else "-"
+    return f"{_bytes(group, kind) / group.num_params:.3f}" if group.num_params else "-"
+
+
+def _bytes(group: StorageBytes, kind: str) -> int:
+    return group.total if kind == "total" else group.by_kind[kind]
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -104,7 +104,7 @@ class ModelStorage:
             return self._of_kept(storage, _STORAGE_OF[dtype])
         if storage is StorageClass.VECTOR or not self.has_fp8_layers:
             return StorageFormats(bf16 if self.has_fp8_layers else formats.weight, fp32, fp32, fp32, fp32)
-        return StorageFormats(bf16, bf16, self._master_of_matrix(), formats.exp_avg, formats.exp_avg_sq)
+        return StorageFormats(bf16, bf16, self._master_of_matrix(), formats.average, formats.square)
 
     def _sum(self, is_long: bool) -> StorageDtype:
         return self.accumulator or (StorageDtype.FP32 if is_long else StorageDtype.BF16)
@@ -125,8 +125,8 @@ class ModelStorage:
         is_matrix = storage is StorageClass.MATRIX
         fp32 = StorageDtype.FP32
         master = None if own is fp32 else self._master_of_matrix() if is_matrix else fp32
-        moments = (self.formats.exp_avg, self.formats.exp_avg_sq) if is_matrix else (fp32, fp32)
-        return StorageFormats(own, own, master, *moments)
+        states = (self.formats.average, self.formats.square) if is_matrix else (fp32, fp32)
+        return StorageFormats(own, own, master, *states)
 
     def _adds_locally(self, storage: StorageClass) -> bool:
         """Whether several replicas add a space's micro-batches up before one reduction a step.

@@ -1,7 +1,7 @@
 """Builds what a run trains: model chunks, data parallelism, optimizer and schedule, with weights in place.
 
 Only this module translates a configuration for the core. The core takes a recipe, storage formats, an exchange between
-replicas and AdamW's settings; it does not know `Config`.
+replicas and the optimizer's settings; it does not know `Config`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from itertools import chain
 import torch
 
 from ..checkpoint.run_state import Resumable
-from ..config.schema import Config, OptimizerConfig, PrecisionConfig
+from ..config.schema import Config, PrecisionConfig
 from ..dtypes import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel, finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
 from ..mcore.initialization import initial_values, named_parameters_of_model
 from ..mcore.topology import Topology, is_embedding_or_output
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
-from ..optimizer.hyperparameters import AdamW
 from ..optimizer.loss_scale import LossScale
-from ..planning.memory import model_storage
+from ..planning.memory import model_storage, optimizer_settings
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.cast_report import SlotNames
 from ..quantization.recipe import Recipe
@@ -122,7 +121,7 @@ def build_trainable_model(
     chunks[0].module.config.finalize_model_grads_func = finalize_model_grads
     optimizer = FP8DistributedOptimizer(
         replicated,
-        build_adamw(config.optimizer),
+        optimizer_settings(config.optimizer),
         storage,
         world=topology.world,
         device=device,
@@ -218,22 +217,6 @@ def build_exchange(config: Config) -> Exchange:
     )
 
 
-def build_adamw(config: OptimizerConfig) -> AdamW:
-    """The optimizer's settings."""
-    return AdamW(
-        lr=config.lr,
-        min_lr=config.min_lr,
-        decoupled_lr=config.decoupled_lr,
-        decoupled_min_lr=config.decoupled_min_lr,
-        beta1=config.adam_beta1,
-        beta2=config.adam_beta2,
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-        clip_grad=config.clip_grad,
-        is_decoupled=config.decoupled_weight_decay,
-    )
-
-
 def build_loss_scale(config: Config, device: torch.device) -> LossScale | None:
     """The run's loss scale: constant with --loss-scale, otherwise dynamic. None unless gradients are FP16."""
     settings = config.optimizer
@@ -280,7 +263,7 @@ def build_replica_check(state: TrainingState) -> ReplicaCheck | None:
 
 def measured_storage(state: TrainingState) -> MemoryByKind:
     """Bytes of the tensors that hold this rank's weights, gradients and optimizer state."""
-    linear = rest = StorageBytes(0, 0, 0, 0, 0, 0, 0)
+    linear = rest = StorageBytes.none(state.optimizer.rule_states)
     for buffer, space in zip(state.optimizer.buffers, state.optimizer.states, strict=True):
         counts = space.byte_counts()
         held = StorageBytes(
@@ -288,8 +271,7 @@ def measured_storage(state: TrainingState) -> MemoryByKind:
             weights=counts["weight"],
             gradients=buffer.nbytes,
             master_weights=counts["master_weight"],
-            exp_avg=counts["exp_avg"],
-            exp_avg_sq=counts["exp_avg_sq"],
+            states={spec.name: counts[spec.name] for spec in space.rule.states},
             scales=counts["scales"] + buffer.scale_bytes,
         )
         if buffer.space.storage is StorageClass.LINEAR:

@@ -102,6 +102,7 @@ class RunReport:
         memory = memory_table(
             measured_storage(state),
             self._config.precision.formats,
+            state.optimizer.rule_states,
             predicted=predict_memory(self._config, self._padded_vocab_size, world_size=self._topology.world_size),
             level=self._config.precision.level,
             num_optimizer_shards=self._topology.replicas.size,

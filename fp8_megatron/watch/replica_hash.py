@@ -270,9 +270,9 @@ def _parts(slot: Slot, what: str, stored: StateTensor) -> Iterator[_Replicated]:
 
 
 def _shard(state: SpaceState) -> Iterator[_Replicated]:
-    """Masters and moments of this rank's shard of a space."""
+    """Masters and the rule's states of this rank's shard of a space."""
     about = f"of {state.space.slots[0].name} and {len(state.space.slots) - 1} more"
-    for kind, stored in (("master", state.master), ("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
+    for kind, stored in {"master": state.master, **state.states}.items():
         yield _Replicated(f"{kind} {about}", stored.payload)
         if stored.scales is not None:
             yield _Replicated(f"block scales of {kind} {about}", stored.scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.harness.ranks import RankPool, on_default_group
 
 Group = torch.distributed.ProcessGroup
+OptimizerOf = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 VOCABULARY = 50  # uneven over 4 ranks
 
 
@@ -50,8 +52,18 @@ def cpu_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
+def adamw(params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
 def build(
-    opt_level: str, dtype: torch.dtype, *, exact: bool = True, recomputes: bool = False, **options: Any
+    opt_level: str,
+    dtype: torch.dtype,
+    *,
+    exact: bool = True,
+    recomputes: bool = False,
+    optimizer_of: OptimizerOf = adamw,
+    **options: Any,
 ) -> tuple[TinyModel, Any]:
     """A sharded model and its optimizer.
 
@@ -68,8 +80,7 @@ def build(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    optimizer = build_sharded_optimizer(model, adamw, opt_level)
+    optimizer = build_sharded_optimizer(model, optimizer_of(model.parameters()), opt_level)
     if exact:
         reduce_in_own_dtype(model)
     return model, optimizer

@@ -114,8 +114,8 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         (_replaced_before, "has FP8 layers already: give recipe, filter and recompute_activations to"),
         (_other_model, "a parameter of shape .* that the model did not have"),
         (
-            lambda model: fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1)),
-            "torch.optim.sgd.SGD: FP8 state needs torch.optim.AdamW",
+            lambda model: fp8_megatron.initialize(model, torch.optim.Rprop(model.parameters(), lr=0.1)),
+            "torch.optim.rprop.Rprop: FP8 state needs one of torch.optim.adam.Adam",
         ),
         (lambda model: _with()(torch.nn.DataParallel(model)), "the model is a DataParallel: call initialize first"),
         (
@@ -194,7 +194,7 @@ def test_state_that_is_loaded_too_early_is_an_error(saves_fp8: bool) -> None:
 def test_an_optimizer_that_cannot_be_used_leaves_the_model_alone() -> None:
     model = build_model()
     with pytest.raises(UserError):
-        fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        fp8_megatron.initialize(model, torch.optim.Rprop(model.parameters(), lr=0.1))
     assert type(model[0]) is torch.nn.Linear
 
 

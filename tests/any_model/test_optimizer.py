@@ -406,7 +406,11 @@ def test_grad_scaler_divides_and_skips() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda params: torch.optim.SGD(params), "torch.optim.sgd.SGD: FP8 state needs torch.optim.AdamW"),
+        (
+            lambda params: torch.optim.Rprop(params),
+            "torch.optim.rprop.Rprop: FP8 state needs one of torch.optim",
+        ),
+        (lambda params: torch.optim.SGD(params, maximize=True), "leave maximize out"),
         (lambda params: torch.optim.AdamW(params, amsgrad=True), "amsgrad=True"),
         (lambda params: torch.optim.Adam(params, maximize=True), "leave maximize out"),
         (lambda _: torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]), "shape \\(3,\\) that the model did not"),

@@ -25,8 +25,10 @@ from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.run_start import _keep_megatron_checkpoints, check_what_is_loaded
 from tests.harness.megatron_run import AFTER, BEFORE, arguments_of, config_of, megatron_run
 from tests.harness.ranks import RankError, RankPool
-from tests.harness.tiny_checkpoint import KINDS, TinyRun, run_tiny_on_a_rank
+from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank
 from tests.harness.tiny_gpt import VOCAB_SIZE
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 CPU = torch.device("cpu")
 FORMATS = ("dp_reshardable", "fully_reshardable", "torch")

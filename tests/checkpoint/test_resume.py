@@ -15,6 +15,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from fp8_megatron.checkpoint import run_state, torch_dist
+from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.metadata_file import read_metadata
 from fp8_megatron.checkpoint.run_state import Progress, autoscales_of, rng_states, set_rng_states
@@ -26,7 +27,7 @@ from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
-from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config
+from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config, tiny_optimizer
 
 #: Buckets smaller than a space, so that every parameter is in several ranks' shards.
 BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)
@@ -110,6 +111,18 @@ def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path, form: str) -> 
     run(ranks, 2, config, 3, None, tmp_path)
     for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
         assert_goes_on(resumed, expected)
+
+
+@pytest.mark.parametrize("rule", [("sgd", "momentum=0.8", "nesterov=true"), ("lion",)], ids=["sgd", "lion"])
+def test_resuming_is_not_noticed_by_other_rules(ranks: RankPool, tmp_path: Path, rule: tuple[str, ...]) -> None:
+    optimizer = tiny_optimizer(lr=1e-3, optimizer=rule[0], optimizer_options=rule[1:])
+    config = replace(config_of(PrecisionConfig()), optimizer=optimizer)
+    straight = run(ranks, 2, config, 5, None, None)
+    run(ranks, 2, config, 3, None, tmp_path)
+    for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
+        assert_goes_on(resumed, expected)
+    with pytest.raises(CheckpointError, match="holds the optimizer's"):
+        run(ranks, 2, config_of(PrecisionConfig()), 1, tmp_path, None)
 
 
 @pytest.mark.parametrize(

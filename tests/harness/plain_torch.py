@@ -59,7 +59,7 @@ def build_module() -> torch.nn.Module:
 def train(rank: int, num_ranks: int, rendezvous_file: str) -> dict[str, Any]:
     """Fit a random function of the inputs; the losses, and a digest of all weights at the end."""
     from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
-    from fp8_megatron.optimizer.hyperparameters import AdamW
+    from fp8_megatron.optimizer.hyperparameters import OptimizerSettings
     from fp8_megatron.quantization.scaled_tensor import ScaledTensor
     from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients, parameter_values
     from fp8_megatron.sharding.replicas import Replicas, Sharing
@@ -75,7 +75,7 @@ def train(rank: int, num_ranks: int, rendezvous_file: str) -> dict[str, Any]:
     module = build_module()
     values = parameter_values(module)
     model = DataParallelModule(module, sharing_of=lambda _: sharing, storage=storage)
-    optimizer = FP8DistributedOptimizer([model], AdamW(lr=1e-2), storage, world=group, device=CPU)
+    optimizer = FP8DistributedOptimizer([model], OptimizerSettings(lr=1e-2), storage, world=group, device=CPU)
     optimizer.load_weights(values.items())
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(num_ranks, 64, 64, generator=generator)[rank].bfloat16()

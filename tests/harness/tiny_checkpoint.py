@@ -20,7 +20,6 @@ from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.harness.tiny_gpt import VOCAB_SIZE, TinyGPT, build_tiny_gpt, forward_backward, random_batches, whole_weights
 
 _CPU = torch.device("cpu")
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,9 @@ def train_steps(gpt: TinyGPT, config: Config, first: int, num_steps: int, num_mi
 
 
 def whole_state(gpt: TinyGPT) -> dict[str, Tensor]:
-    """Masters and moments of the whole model by ``kind/name``."""
-    return {f"{kind}/{name}": value for kind in KINDS for name, value in whole_weights(gpt, kind).items()}
+    """Masters and the optimizer's states of the whole model by ``kind/name``."""
+    kinds = ["master", *(spec.name for spec in gpt.optimizer.rule_states)]
+    return {f"{kind}/{name}": value for kind in kinds for name, value in whole_weights(gpt, kind).items()}
 
 
 def run_tiny(

@@ -191,7 +191,7 @@ def whole_weights(gpt: TinyGPT, kind: str = "master") -> dict[str, Tensor]:
     """FP32 master weights by their names in the whole model, assembled from all ranks; called by every rank.
 
     Args:
-        kind: the moments exp_avg or exp_avg_sq instead.
+        kind: a state of the update rule instead.
     """
     topology = gpt.topology
     mine = []

@@ -14,12 +14,11 @@ from fp8_megatron.dtypes import E4M3, StorageDtype
 from fp8_megatron.kernels import reference
 from fp8_megatron.optimizer import state as state_module
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
-from fp8_megatron.planning.memory import model_storage
+from fp8_megatron.planning.memory import model_storage, optimizer_settings
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients
 from fp8_megatron.sharding.partition import CHUNK
-from fp8_megatron.training.build import build_adamw
 from tests.harness.tiny_gpt import tiny_optimizer
 
 CPU = torch.device("cpu")
@@ -58,8 +57,7 @@ class Regression:
         """Every byte of weights, masters, moments and their scales, and the step count."""
         tensors = {"step": self.optimizer.step_count}
         for index, state in enumerate(self.optimizer.states):
-            for kind in ("exp_avg", "exp_avg_sq", "master", "weight"):
-                stored = getattr(state, kind)
+            for kind, stored in {**state.states, "master": state.master, "weight": state.weight}.items():
                 tensors[f"{index}.{kind}"] = stored.payload
                 if stored.scales is not None:
                     tensors[f"{index}.{kind}.scales"] = stored.scales
@@ -88,7 +86,7 @@ def make_regression(precision: PrecisionConfig, config: OptimizerConfig = PLAIN)
         module.register_parameter(name, param)
     storage = model_storage(precision, num_micro_batches=1)
     model = DataParallelModule(module, storage=storage)
-    optimizer = FP8DistributedOptimizer([model], build_adamw(config), storage, world=None, device=CPU)
+    optimizer = FP8DistributedOptimizer([model], optimizer_settings(config), storage, world=None, device=CPU)
     optimizer.load_weights(values.items())
     return Regression(optimizer, params, model)
 
@@ -265,7 +263,7 @@ def test_clips_by_the_global_norm(clip_grad: float) -> None:
     assert exact > 1.0
     for state, slot in regression.optimizer.slots():
         # Adam's update hides a gradient's size; its first moment shows it.
-        exp_avg = slot.slice(state.exp_avg.payload)
+        exp_avg = slot.slice(state.states["exp_avg"].payload)
         expected = (1.0 - PLAIN.adam_beta1) * factor * grads[slot.name]
         torch.testing.assert_close(exp_avg, expected, rtol=2e-5, atol=0)
 
@@ -303,7 +301,10 @@ def test_holds_the_bytes_that_its_level_says(level: str) -> None:
             continue
         counts = state.byte_counts()
         scales = counts.pop("scales")
-        assert sum(counts.values()) + buffer.payload.nbytes == precision.formats.bytes_per_param * state.space.numel
+        formats = precision.formats
+        kinds = [kind for kind in (formats.weight, formats.main_grad, formats.master_weight) if kind is not None]
+        said = sum(kind.itemsize for kind in kinds) + state.rule.bytes_per_param(formats)
+        assert sum(counts.values()) + buffer.payload.nbytes == said * state.space.numel
         # 4/256 bytes for each of at most three scaled states, five words and more a chunk, and per-tensor words.
         assert scales <= state.space.numel * (3 * 4 / 256 + 6 * 4 / CHUNK) + 64
 

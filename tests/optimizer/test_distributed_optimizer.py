@@ -18,7 +18,7 @@ from fp8_megatron.config.schema import PrecisionConfig
 from fp8_megatron.device.group import Group
 from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
-from fp8_megatron.optimizer.hyperparameters import AdamW
+from fp8_megatron.optimizer.hyperparameters import OptimizerSettings
 from fp8_megatron.optimizer.state import SpaceState
 from fp8_megatron.planning.memory import model_storage
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -56,11 +56,11 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def whole_first_moment(state: SpaceState, slot: Slot) -> Tensor:
-    return state.space.assemble(slot, lambda fragment: state.exp_avg.part(fragment).load())
+    return state.space.assemble(slot, lambda fragment: state.states["exp_avg"].part(fragment).load())
 
 
 def sharded(
-    module: torch.nn.Module, precision: PrecisionConfig, group: Group, exchange: Exchange, settings: AdamW
+    module: torch.nn.Module, precision: PrecisionConfig, group: Group, exchange: Exchange, settings: OptimizerSettings
 ) -> tuple[DataParallelModule, FP8DistributedOptimizer]:
     """The module with its optimizer over the ranks of a group."""
     sharing, storage = Sharing(Replicas.of(group, CPU)), model_storage(precision, num_micro_batches=1)
@@ -79,7 +79,7 @@ def _train(
         empty = ScaledTensor.quantize(torch.ones_like(value)) if is_linear else value.bfloat16().zero_()
         module.register_parameter(name, torch.nn.Parameter(empty))
     params = dict(module.named_parameters())
-    settings = AdamW(lr=1e-2, clip_grad=clip_grad)
+    settings = OptimizerSettings(lr=1e-2, clip_grad=clip_grad)
     model, optimizer = sharded(module, precision, group, Exchange(bucket_numel=bucket_numel), settings)
     optimizer.load_weights(values.items())
     norms = []
@@ -180,7 +180,8 @@ def _statistics(group: Group, precision: PrecisionConfig) -> tuple[float, float,
         is_fp8 = name == "linear" and precision.is_fp8
         empty = ScaledTensor.quantize(torch.ones_like(value)) if is_fp8 else value.bfloat16().zero_()
         module.register_parameter(name, torch.nn.Parameter(empty))
-    model, optimizer = sharded(module, precision, group, Exchange(bucket_numel=1 << 14), AdamW(lr=1e-2, clip_grad=0.0))
+    settings = OptimizerSettings(lr=1e-2, clip_grad=0.0)
+    model, optimizer = sharded(module, precision, group, Exchange(bucket_numel=1 << 14), settings)
     optimizer.load_weights(values.items())
     model.reset()
     # No value is so small beside its block that FP8 makes it 0.
@@ -214,7 +215,7 @@ def _gradient_and_weight_traffic(group: Group) -> tuple[dict[str, int], int]:
     weight = torch.nn.Parameter(ScaledTensor.quantize(torch.ones(1024, 512)))
     module = torch.nn.Module()
     module.register_parameter("weight", weight)
-    model, optimizer = sharded(module, PrecisionConfig(), group, Exchange(), AdamW())
+    model, optimizer = sharded(module, PrecisionConfig(), group, Exchange(), OptimizerSettings())
     optimizer.load_weights([("weight", torch.randn(1024, 512))])
     model.wait_for_weights()
     with counted_traffic() as traffic:

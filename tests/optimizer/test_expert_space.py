@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from fp8_megatron.device.group import Group
 from fp8_megatron.dtypes import StorageDtype, StorageFormats
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
-from fp8_megatron.optimizer.hyperparameters import AdamW
+from fp8_megatron.optimizer.hyperparameters import OptimizerSettings
 from fp8_megatron.sharding.data_parallel import DataParallelModule, Exchange, finish_gradients
 from fp8_megatron.sharding.replicas import Replicas, Sharing
 from fp8_megatron.sharding.storage import ModelStorage
@@ -28,7 +28,7 @@ F = StorageDtype
 FP32 = ModelStorage(StorageFormats(F.FP32, F.FP32, F.FP32, F.FP32, F.FP32), has_fp8_layers=False)
 NUM_EXPERTS, WIDTH, TOKENS_PER_RANK, NUM_STEPS = 2, 48, 32, 5
 #: Clips: gradients of the first step have a norm of about 3.
-SETTINGS = AdamW(lr=1e-2, eps=1e-3, clip_grad=0.5)
+SETTINGS = OptimizerSettings(lr=1e-2, options={"eps": 1e-3}, clip_grad=0.5)
 
 
 class ExchangeTokens(torch.autograd.Function):
@@ -117,7 +117,7 @@ def _train(group: Group, expert_factor: float | None) -> Outcome:
         norms,
         {slot.name: state.get_master(slot) for state, slot in optimizer.slots()},
         {
-            slot.name: state.space.assemble(slot, lambda part, state=state: state.exp_avg.part(part).load())
+            slot.name: state.space.assemble(slot, lambda part, state=state: state.states["exp_avg"].part(part).load())
             for state, slot in optimizer.slots()
         },
         {slot.name: state.space.shard_numel for state, slot in optimizer.slots()},

@@ -69,7 +69,7 @@ def _tensors(gpt: TinyGPT) -> dict[str, Tensor]:
         assert linear.weight_scales is not None
         found["scale"] = linear.weight_scales[1, :1]
     if gpt.topology.tp.size() > 1:
-        found["moment of a norm"] = of_class[StorageClass.VECTOR].exp_avg.payload
+        found["moment of a norm"] = of_class[StorageClass.VECTOR].states["exp_avg"].payload
     return found
 
 

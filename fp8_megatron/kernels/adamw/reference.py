@@ -156,7 +156,9 @@ def adamw_step_(
     def update() -> None:
         g = load_state(*state.grad) * grad_factor
         bits = (
-            rounding_bits(g.numel(), step, state.places) if _rounds(state.exp_avg, state.exp_avg_sq, master) else None
+            rounding_bits(g.numel(), step, state.places)
+            if is_rounded(state.exp_avg, state.exp_avg_sq, master)
+            else None
         )
         p = load_state(*master)
         change = adam_change_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper, bits)
@@ -164,7 +166,7 @@ def adamw_step_(
             decay = 1.0 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0
             master.payload.copy_(p * decay - change)
         else:
-            _store_master_(p, shrunk_too(change, p, hyper), master, bits)
+            store_master_(p, shrunk_too(change, p, hyper), master, bits)
         stored = load_state(*master)
         if weight is not None:
             weight.copy_(stored)
@@ -196,10 +198,10 @@ def adam_change_(
     # In FP64, so that every device rounds the same numbers to FP32.
     bias_correction1 = -torch.expm1((step * _log(hyper.beta1)).double()).float()
     bias_correction2 = -torch.expm1((step * _log(hyper.beta2)).double()).float()
-    _store_moment_(m, exp_avg, bits, exp_avg_bits)
-    _store_moment_(v, exp_avg_sq, bits, exp_avg_sq_bits)
+    store_moment_(m, exp_avg, bits, exp_avg_bits)
+    store_moment_(v, exp_avg_sq, bits, exp_avg_sq_bits)
     change = (hyper.lr / bias_correction1) * m / (companding.square_root(v / bias_correction2) + hyper.eps)
-    return change.clamp_(-hyper.largest_change, hyper.largest_change) if _rounds(exp_avg, exp_avg_sq) else change
+    return change.clamp_(-hyper.largest_change, hyper.largest_change) if is_rounded(exp_avg, exp_avg_sq) else change
 
 
 def shrunk_too(change: Tensor, p: Tensor, hyper: AdamHyper) -> Tensor:
@@ -207,13 +209,12 @@ def shrunk_too(change: Tensor, p: Tensor, hyper: AdamHyper) -> Tensor:
     return -(hyper.lr * hyper.weight_decay * p + change) if hyper.decoupled else -change
 
 
-def _rounds(*stored: FlatState) -> bool:
+def is_rounded(*stored: FlatState) -> bool:
+    """Whether any of these is stored in fewer than 32 bits."""
     return any(operand.payload.dtype is not torch.float32 for operand in stored)
 
 
-def _store_moment_(
-    value: Tensor, moment: FlatState, bits: Tensor | None, take: Callable[[Tensor, int], Tensor]
-) -> None:
+def store_moment_(value: Tensor, moment: FlatState, bits: Tensor | None, take: Callable[[Tensor, int], Tensor]) -> None:
     """Round [n] stochastically into storage.
 
     In a block that is not all zeros, second moments become at least the smallest number. First moments below the
@@ -246,7 +247,7 @@ def _store_moment_(
     payload.copy_(rounded.view(-1))
 
 
-def _store_master_(p: Tensor, change: Tensor, master: FlatState, bits: Tensor | None) -> None:
+def store_master_(p: Tensor, change: Tensor, master: FlatState, bits: Tensor | None) -> None:
     """``p + change`` [n], rounded stochastically into storage."""
     assert bits is not None
     payload, scales = master

@@ -1,0 +1,1 @@
+"""The update rules: what each optimizer stores beside a weight, and its step."""

@@ -1,0 +1,123 @@
+"""`UpdateRule`: what an optimizer stores beside a weight, and its step. Everything else reads this declaration.
+
+State of a space, checkpoints, state dicts, planning, reports and hashes of replicas go by `UpdateRule.states`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...errors import UserError
+from ...kernels import ops
+from ...storage import StateSpec, StorageDtype, StorageFormats
+from ...update_rules import RULES
+
+
+class UpdateRule(ABC):
+    """One kind of optimizer.
+
+    Attributes:
+        states: what it stores beside each weight, in the order of `ops.FlatOperands.states`.
+
+    Args:
+        options: of the param group, at its start.
+    """
+
+    states: tuple[StateSpec, ...] = ()
+    #: Options of a param group that must be in a saved one.
+    required_options: ClassVar[tuple[str, ...]] = ()
+    #: Whether the optimizer that it stands for saves the number of steps. If not, a saved state has seen one at least.
+    counts_steps: ClassVar[bool] = True
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        del options
+
+    @classmethod
+    def refusal(cls, optimizer: torch.optim.Optimizer) -> str | None:
+        """Why an optimizer of the rule's kind cannot be taken over, with the fix; None if it can."""
+        return None
+
+    @abstractmethod
+    def step(self, operands: ops.FlatOperands, group: Mapping[str, Any], *, grad_factor: Tensor, step: Tensor) -> None:
+        """One step over flat storage, in place.
+
+        Args:
+            group: the param group, whose numbers are read.
+            grad_factor: FP32 [1], multiplies the gradient. If it is not finite, nothing is written.
+            step: FP32 [1], the number of this step counted from 1 over steps that were not skipped.
+        """
+
+    def dtypes(self, formats: StorageFormats) -> list[StorageDtype]:
+        """Storage dtypes of the states."""
+        return [spec.dtype(formats) for spec in self.states]
+
+    def bytes_per_param(self, formats: StorageFormats) -> int:
+        """Bytes of the states for each parameter, without scales."""
+        return sum(dtype.itemsize for dtype in self.dtypes(formats))
+
+
+class ElementwiseRule(UpdateRule):
+    """A rule without a kernel of its own: its step is `change`, in plain PyTorch on every device."""
+
+    @abstractmethod
+    def change(
+        self, grad: Tensor, param: Tensor, states: list[Tensor], group: Mapping[str, Any], step: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """What is added to the parameter, and the new states. All tensors are FP32 [n]; see `UpdateRule.step`."""
+
+    def step(self, operands: ops.FlatOperands, group: Mapping[str, Any], *, grad_factor: Tensor, step: Tensor) -> None:
+        ops.elementwise_step_(
+            operands,
+            lambda grad, param, states: self.change(grad, param, states, group, step),
+            holds_squares=[spec.holds_squares for spec in self.states],
+            grad_factor=grad_factor,
+            step=step,
+        )
+
+
+def build_rule(name: str, options: Mapping[str, Any], *, is_split: bool = False) -> UpdateRule:
+    """The rule of a name of the registry.
+
+    Args:
+        options: of the param group, at its start.
+        is_split: over a split master.
+    """
+    entry = RULES[name]
+    place = entry.split_place if is_split else entry.place
+    assert place is not None, f"{name} has no rule over a split master"
+    return _class_of(place)({**entry.options, **options})
+
+
+def recognised(optimizer: torch.optim.Optimizer) -> str | None:
+    """The name of the rule of an optimizer of another library; None: there is none.
+
+    Raises:
+        UserError: it has something that the rule does not do.
+    """
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    for name, entry in RULES.items():
+        if kind in entry.stands_for:
+            refusal = _class_of(entry.place).refusal(optimizer)
+            if refusal is not None:
+                raise UserError(f"{kind}: {refusal}")
+            return name
+    return None
+
+
+@cache
+def known_states() -> frozenset[str]:
+    """The names of all that some rule stores."""
+    return frozenset(spec.name for entry in RULES.values() for spec in _class_of(entry.place).states)
+
+
+def _class_of(place: str) -> type[UpdateRule]:
+    module, _, name = place.partition(".")
+    kind: type[UpdateRule] = getattr(import_module(f"{__package__}.{module}"), name)
+    return kind

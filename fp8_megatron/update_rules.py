@@ -1,0 +1,54 @@
+"""The registry of update rules: the names of ``--optimizer``, the class and the options of each. Imports no torch.
+
+A rule is one file in `optimizer/rules/` and one row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RuleEntry:
+    """A row of the registry.
+
+    Attributes:
+        place: module and class in `optimizer.rules`.
+        options: what the rule reads of a param group beside ``lr`` and ``weight_decay``, with the trainer's defaults.
+        stands_for: optimizers that `initialize` recognises.
+        holds_squares: some state averages squares of gradients.
+        split_place: of the rule over a split master; None: there is none.
+        has_flags: the trainer has a flag for each option. Otherwise they are given by ``--optimizer-options``.
+    """
+
+    place: str
+    options: Mapping[str, Any]
+    stands_for: tuple[str, ...]
+    holds_squares: bool = False
+    split_place: str | None = None
+    has_flags: bool = False
+
+
+_ADAMW = RuleEntry(
+    "adamw.AdamW",
+    MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-8, "decoupled_weight_decay": True}),
+    stands_for=("torch.optim.adam.Adam", "torch.optim.adamw.AdamW"),
+    holds_squares=True,
+    split_place="split_adamw.SplitAdamW",
+    has_flags=True,
+)
+_SGD = RuleEntry(
+    "sgd.SGD",
+    MappingProxyType({"momentum": 0.9, "dampening": 0.0, "nesterov": False}),
+    stands_for=("torch.optim.sgd.SGD",),
+)
+_LION = RuleEntry(
+    "lion.Lion",
+    MappingProxyType({"betas": (0.95, 0.98)}),
+    stands_for=("lion_pytorch.lion_pytorch.Lion",),
+)
+#: By the names of ``--optimizer``.
+RULES: Mapping[str, RuleEntry] = MappingProxyType({"adam": _ADAMW, "adamw": _ADAMW, "sgd": _SGD, "lion": _LION})

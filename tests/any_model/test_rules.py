@@ -1,0 +1,162 @@
+"""SGD and Lion for any model: torch's numbers, state dicts, and ``fully_shard``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import fp8_megatron
+from fp8_megatron.any_model.optimizer import FP8Optimizer
+from fp8_megatron.any_model.torch_optimizers import OptimizerError
+from fp8_megatron.errors import UserError
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from tests.any_model.test_fsdp_optimizer import build as build_sharded
+from tests.any_model.test_fsdp_optimizer import train_step, whole_weights
+from tests.harness.ranks import RankPool, on_default_group
+
+Params = Iterable[torch.nn.Parameter]
+
+
+class Lion(torch.optim.Optimizer):
+    """What `initialize` reads of lion-pytorch's optimizer."""
+
+    def __init__(self, params: Params, lr: float = 1e-3, decoupled_weight_decay: bool = False) -> None:
+        self.decoupled_wd = decoupled_weight_decay
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+
+Lion.__module__ = "lion_pytorch.lion_pytorch"
+
+
+def sgd(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1)
+
+
+def dampened(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.8, dampening=0.4)
+
+
+MAKERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {"sgd": sgd, "dampened": dampened, "lion": Lion}
+
+
+def small(*, in_fp8: bool) -> torch.nn.Sequential:
+    """Layers of whole FP8 sizes, or such that stay in FP32."""
+    width = 64 if in_fp8 else 5
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.LayerNorm(width), torch.nn.Linear(width, width))
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        width = model[0].in_features  # type: ignore[index]
+        x, cotangent = torch.randn(2, 32, width, generator=generator)
+        optimizer.zero_grad()
+        (model(x).float() * cotangent).mean().backward()
+        optimizer.step()
+
+
+def masters(model: torch.nn.Module) -> list[Tensor]:
+    return [p.master_value() if isinstance(p, ScaledTensor) else p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["sgd", "dampened"])
+def test_plain_parameters_move_as_torchs(name: str) -> None:
+    theirs, ours = small(in_fp8=False), small(in_fp8=False)
+    optimizer = MAKERS[name](theirs.parameters())
+    ours, fp8 = fp8_megatron.initialize(ours, MAKERS[name](ours.parameters()), "O1")
+    train(theirs, optimizer, range(5))
+    train(ours, fp8, range(5))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_a_resumed_run_goes_on_bit_for_bit(name: str, level: str) -> None:
+    def build() -> tuple[torch.nn.Sequential, FP8Optimizer]:
+        model = small(in_fp8=True)
+        model, optimizer = fp8_megatron.initialize(model, MAKERS[name](model.parameters()), level)
+        return model, optimizer
+
+    model, optimizer = build()
+    train(model, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, range(3, 6))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, other = build()
+    train(resumed, other, range(7, 8))
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    train(resumed, other, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(masters(model), masters(resumed), strict=True))
+
+
+def test_takes_the_state_of_torchs_sgd() -> None:
+    theirs, ours = small(in_fp8=False), small(in_fp8=False)
+    optimizer = dampened(theirs.parameters())
+    train(theirs, optimizer, range(3))
+    ours, fp8 = fp8_megatron.initialize(ours, dampened(ours.parameters()), "O1")
+    ours.load_state_dict(theirs.state_dict())
+    fp8.load_state_dict(optimizer.state_dict())
+    train(theirs, optimizer, range(3, 6))
+    train(ours, fp8, range(3, 6))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    model = small(in_fp8=False)
+    adam = torch.optim.AdamW(model.parameters())
+    train(model, adam, range(1))
+    _, optimizer = fp8_megatron.initialize(model, sgd(model.parameters()), "O1")
+    with pytest.raises(ValueError, match="and no momentum: it is another optimizer's"):
+        optimizer.load_state_dict(adam.state_dict())
+
+
+def test_what_a_rule_does_not_do_is_refused() -> None:
+    model = small(in_fp8=False)
+    with pytest.raises(UserError, match="divides the decay by lr"):
+        fp8_megatron.initialize(model, Lion(model.parameters(), decoupled_weight_decay=True), "O1")
+    with pytest.raises(OptimizerError, match="leave maximize out"):
+        fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), maximize=True), "O1")
+
+
+def sharded_run(group: Any, name: str, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Three steps, saved; three more."""
+    model, optimizer = build_sharded("O3", torch.bfloat16, optimizer_of=MAKERS[name])
+    for step in range(3):
+        train_step(model, optimizer, step)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    return [train_step(model, optimizer, step) for step in range(3, 6)], whole_weights(model)
+
+
+def sharded_resume(group: Any, name: str, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    model, optimizer = build_sharded("O3", torch.bfloat16, optimizer_of=MAKERS[name])
+    train_step(model, optimizer, 7)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return [train_step(model, optimizer, step) for step in range(3, 6)], whole_weights(model)
+
+
+@pytest.mark.parametrize("name", ["sgd", "lion"])
+def test_shards_train_and_resume_bit_for_bit(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    args = (name, str(tmp_path))
+    losses, weights = ranks.run(on_default_group, sharded_run, *args, num_ranks=2)[0]
+    alone, alone_weights = ranks.run(on_default_group, sharded_run, name, str(tmp_path / "one"), num_ranks=1)[0]
+    assert alone == losses and all(torch.equal(alone_weights[key], value) for key, value in weights.items())
+    for resumed, resumed_weights in ranks.run(on_default_group, sharded_resume, *args, num_ranks=2):
+        assert resumed == losses
+        assert all(torch.equal(resumed_weights[key], value) for key, value in weights.items())
