@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optimizer.rules.rule import UpdateRule, build_rule
-from ..optimizer.state import SpaceState
+from ..optimizer.rules.rule import UpdateRule
+from ..optimizer.space_optimizer import SpaceOptimizer
 from ..optimizer.written_weights import MasterWeight, write_weight
 from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
@@ -40,7 +40,6 @@ from .data_parallel import Replication
 from .gradients import ParamGrad, PlainGrads, SpaceGrads, check_shape
 from .skipped_steps import SkippedSteps
 from .space import ModelSpace, publish, value_of
-from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError, check_options, check_params
 from .whole_state import WholeState
 
@@ -53,7 +52,7 @@ SHARDED_SINCE = (
 )
 
 
-class FP8Optimizer(torch.optim.Optimizer):
+class FP8Optimizer(SpaceOptimizer):
     """An optimizer with state in FP8, for the parameters of one model. `build.build_optimizer` makes it.
 
     ``param_groups`` are the user's, whose numbers are read at every step. `GradScaler`
@@ -90,26 +89,29 @@ class FP8Optimizer(torch.optim.Optimizer):
         transposed: Iterable[Tensor] = (),
         rule: str = "adamw",
     ) -> None:
-        self._rule = rule
         #: By parameter with state, how it is updated.
         self._rules: dict[Tensor, UpdateRule] = {}
         self._replication = replication
         self._knew_ranks = _num_ranks() is not None
         self._names = names
         self._values = values
-        self._storage = storage
-        self._histories = [history for history in histories if history.num_slots]
         self._num_gradients = num_gradients
         self._spaces: list[ModelSpace] = []
         #: The param groups as they were added, each with its parameters.
         self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter]]] = []
         self._frozen: list[torch.nn.Parameter] = []
         device = next(iter(names)).device
-        self._numbers = StepNumbers(device)
-        self._skipped = SkippedSteps(device, self._histories, self._bad_gradients)
-        self._whole = self._whole_state(transposed)
-        super().__init__(param_groups, defaults)
+        self._transposed = transposed
+        super().__init__(param_groups, defaults, rule=rule, storage=storage, histories=histories, device=device)
         self._values = {}  # the masters hold them
+
+    def _before_groups(self) -> None:
+        self._skipped = SkippedSteps(self.device, self._histories, self._bad_gradients)
+        self._whole = self._whole_state(self._transposed)
+
+    @property
+    def spaces(self) -> Sequence[ModelSpace]:
+        return self._spaces
 
     def _whole_state(self, transposed: Iterable[Tensor]) -> WholeState:
         """What reads and writes state dicts."""
@@ -181,8 +183,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         values = [self._values.get(slot.param, value_of(slot.param)) for slot in space.slots]
         if self._replication is not None:
             self._replication.broadcast(values)
-        rule = build_rule(self._rule, group)
-        state = SpaceState(space, self._storage.of_state(space.storage, space.dtype), rule)
+        state = self.build_state(space, group)
         for slot, value in zip(space.slots, values, strict=True):
             state.set_master(slot, value)
         publish(state)
@@ -191,10 +192,10 @@ class FP8Optimizer(torch.optim.Optimizer):
                 slot.param.owner = MasterWeight(state, slot)
             else:
                 slot.param.data = alone(slot.param.data)
-        built = ModelSpace(self._build_grads(space), state, group)
-        self._numbers.add_space(space)
+        grads = self._build_grads(space)
+        built = ModelSpace(grads.buffer, state, group, grads)
         self._see(built)
-        self._name_state({self._param_of(slot): rule for slot in space.slots})
+        self._name_state({self._param_of(slot): state.rule for slot in space.slots})
         return built
 
     def _param_of(self, slot: Slot) -> Tensor:
@@ -406,10 +407,7 @@ class FP8Optimizer(torch.optim.Optimizer):
         factor = self._grad_factor()
         moved = torch.isfinite(factor).float()
         self._skipped.count(moved)
-        parts = self._numbers.advance(used, moved)
-        for space, flags, own_parts in zip(self._spaces, used, parts, strict=True):
-            if any(flags):  # a rank whose shard has nothing to update still sends it
-                space.state.update_parts(space.grads.buffer, own_parts, space.group, factor)
+        self.update(factor, moved, used)
         group = None if self._replication is None else self._replication.group
         for history in self._histories:
             history.update(group)
@@ -450,19 +448,15 @@ class FP8Optimizer(torch.optim.Optimizer):
 
     def _grad_factor(self) -> Tensor:
         """What gradients are multiplied by, FP32 [1]: 1 / GradScaler's scale, or NaN if the step is skipped."""
-        norms = torch.cat([space.grads.buffer.squared_norm() for space in self._spaces])
-        total = SquareSum(norms.sum().reshape(1))
+        start = torch.zeros(1, device=self.device)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None:
-            total.add_(torch.where(found_inf.to(total.device).reshape(1) == 0, 0.0, torch.nan))
-        for history in self._histories:
-            history.examine(total)
-        self._sum_over_ranks_(total)
+            start = torch.where(found_inf.to(start.device).reshape(1) == 0, 0.0, torch.nan)
+        total = self.square_sum(start)
         factor = torch.ones_like(total) if grad_scale is None else 1.0 / grad_scale.to(total).reshape(1)
         return torch.where(torch.isfinite(total), factor, torch.nan)
 
     def _sum_over_ranks_(self, square_sum: SquareSum) -> None:
-        """Sum over the ranks that step together, in place."""
         if self._replication is not None:
             self._replication.sum_(square_sum)
 

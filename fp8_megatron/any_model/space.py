@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..optimizer.space_optimizer import OptimizedSpace
 from ..optimizer.state import SpaceState
 from ..quantization.scaled_tensor import ScaledTensor
-from ..sharding.partition import ParamSpace
 from .gradients import SpaceGrads
 
 
 @dataclass
-class ModelSpace:
-    """One space of a param group.
+class ModelSpace(OptimizedSpace):
+    """One space of a param group of the user.
 
     Attributes:
-        group: the user's param group, read at every step.
         seen: by slot, the memory and the version of a plain parameter when its value was last the master's.
         shapes: by slot, of the parameter when the space was built.
     """
 
     grads: SpaceGrads
-    state: SpaceState
-    group: dict[str, Any]
     seen: list[tuple[int, int]] = field(default_factory=list)
     shapes: list[torch.Size] = field(init=False)
 
     def __post_init__(self) -> None:
         self.shapes = [slot.param.shape for slot in self.space.slots]
-
-    @property
-    def space(self) -> ParamSpace:
-        """The parameters."""
-        return self.state.space
 
 
 def publish(state: SpaceState) -> None:

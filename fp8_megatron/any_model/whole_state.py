@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import StateTensor
+from ..optimizer.step_numbers import StepNumbers
 from ..optimizer.written_weights import MasterWeight
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.scaled_tensor import ScaledTensor
 from .space import ModelSpace, publish
 from .state_dicts import StateNames, check_param_state, load_param_state, param_state, state_keys, torchs_order
-from .step_numbers import StepNumbers
 from .torch_optimizers import OptimizerError
 
 #: The user's param groups, as torch's optimizers have them.

@@ -1,13 +1,8 @@
-"""The optimizer of a rank: clip, update the shards that the rank owns, send the weights.
-
-Every replica owns an even share of every bucket. Each of d replicas thus holds 1/d of the state and does 1/d of the
-work. A single replica runs the same code with d = 1. Clipping, the non-finite check and the step count stay on the
-device.
-"""
+"""The optimizer of a rank of a megatron-core run: clip, update the shards that the rank owns, send the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,19 +10,18 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..dtypes import StorageDtype
-from ..quantization.amax_history import AmaxHistory
+from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..sharding.data_parallel import DataParallelModule
 from ..sharding.gradient import GradBuffer
-from ..sharding.partition import Slot, StorageClass
+from ..sharding.partition import ParamSpace, StorageClass
 from ..sharding.released_grads import ReleasedGrad, ReleasedGradBuffer
 from ..sharding.storage import ModelStorage
 from . import statistics
-from .clip_grads import clip_factor, global_grad_norm
+from .clip_grads import clip_factor
 from .hyperparameters import OptimizerSettings
 from .loss_scale import LossScale
 from .rules.rule import build_rule
-from .split_state import SplitSpaceState
+from .space_optimizer import OptimizedSpace, SpaceOptimizer
 from .state import SpaceState
 
 
@@ -38,7 +32,7 @@ class Copied(Protocol):
         """Make the current stream wait for it."""
 
 
-class FP8DistributedOptimizer:
+class FP8DistributedOptimizer(SpaceOptimizer):
     """An update rule over the spaces of all model chunks of a rank, state sharded over each space's replicas.
 
     Of a model that is evaluated it holds the masters alone, from which the weights are derived.
@@ -71,37 +65,42 @@ class FP8DistributedOptimizer:
         self.settings = settings
         #: What the update rule stores beside each weight.
         self.rule_states = build_rule(settings.rule, settings.all_options).states
-        self.device = device
         self.model = model
         self.loss_scale = loss_scale
-        self.buffers: list[GradBuffer] = [buffer for chunk in model for buffer in chunk.grad_buffers]
-        self.states: list[SpaceState] = []
-        for chunk in model:
-            for buffer in chunk.grad_buffers:
-                formats = storage.of_state(buffer.space.storage)
-                is_split = formats.master_weight is StorageDtype.SPLIT
-                rule = build_rule(settings.rule, settings.all_options, is_split=is_split)
-                kind = SplitSpaceState if is_split else SpaceState
-                state = kind(buffer.space, formats, rule, is_trained=storage.is_trained)
-                self.states.append(state)
-                if state.gather is not None:
-                    chunk.receive_weights_through(state.gather)
-        self.param_groups = [_param_group(state, settings) for state in self.states]
-        self.step_count = torch.zeros(1, device=device)
         self._world = world
-        self._histories = [history for history in histories if history.num_slots]
         self._copied: Copied | None = None
         # The same on all ranks, although one rank may have no linear weight in FP8.
         self._releases = storage.releases_gradients
         #: bool [1]: whether the backward of this step has updated a parameter.
         self._released_moved = torch.zeros(1, dtype=torch.bool, device=device)
+        buffers = [buffer for chunk in model for buffer in chunk.grad_buffers]
+        groups = [_param_group(buffer.space, settings) for buffer in buffers]
+        super().__init__(groups, {}, rule=settings.rule, storage=storage, histories=histories, device=device)
+        self._spaces: list[OptimizedSpace] = []
+        for buffer, group in zip(buffers, groups, strict=True):
+            self._spaces.append(OptimizedSpace(buffer, self.build_state(buffer.space, group), group))
+        self._every_slot = [[True] * len(buffer.space.slots) for buffer in buffers]
+        of_space = {id(space.space): space.state for space in self._spaces}
+        for chunk in model:
+            for buffer in chunk.grad_buffers:
+                gather = of_space[id(buffer.space)].gather
+                if gather is not None:
+                    chunk.receive_weights_through(gather)
         self._take_released()
 
-    def slots(self) -> Iterator[tuple[SpaceState, Slot]]:
-        """Every parameter of this model-parallel rank with the state that holds this replica's share of it."""
-        for state in self.states:
-            for slot in state.space.slots:
-                yield state, slot
+    @property
+    def spaces(self) -> Sequence[OptimizedSpace]:
+        return self._spaces
+
+    @property
+    def buffers(self) -> list[GradBuffer]:
+        """The gradients of each space."""
+        return [space.buffer for space in self._spaces]
+
+    @property
+    def states(self) -> list[SpaceState]:
+        """The state of each space."""
+        return [space.state for space in self._spaces]
 
     def load_weights(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Set master weights by name and derive the weights; called by every rank.
@@ -138,23 +137,23 @@ class FP8DistributedOptimizer:
 
     def _take_released(self) -> None:
         """Update each parameter of a released space as soon as its gradient is written."""
-        for buffer, state, group in zip(self.buffers, self.states, self.param_groups, strict=True):
-            if isinstance(buffer, ReleasedGradBuffer):
+        for space in self._spaces:
+            if isinstance(space.buffer, ReleasedGradBuffer):
                 assert self.settings.clip_grad == 0, (
                     f"clip_grad({self.settings.clip_grad}) with gradients that are released"
                 )
-                buffer.release_to(partial(self._update_released, state, group))
+                space.buffer.release_to(partial(self._update_released, space))
 
     @torch.no_grad()
-    def _update_released(self, state: SpaceState, group: dict[str, Any], grad: ReleasedGrad) -> None:
+    def _update_released(self, space: OptimizedSpace, grad: ReleasedGrad) -> None:
         """One parameter's step, inside its backward; skipped where its own gradient is not finite, or a cast so far."""
         self.wait_for_copies()
         seen = grad.squared_norm
         for history in self._histories:
             seen = torch.maximum(seen, history.amax.amax(dim=0, keepdim=True))
-        factor = _scaled(seen * 0.0 + 1.0, state)  # NaN where it is not finite
+        factor = space.scaled(seen * 0.0 + 1.0)  # NaN where it is not finite
         self._released_moved.logical_or_(torch.isfinite(factor))
-        state.update_slot(grad, group, grad_factor=factor, step_count=self.step_count + 1)
+        space.state.update_slot(grad, space.group, grad_factor=factor, step_count=self.step_count + 1)
 
     def _moved(self, factor: Tensor) -> Tensor:
         """bool [1], the same on all ranks: whether this step updates anything."""
@@ -169,12 +168,12 @@ class FP8DistributedOptimizer:
             moved = count > 0
         return moved
 
-    def _by_first_use(self) -> list[tuple[GradBuffer, SpaceState, dict[str, Any]]]:
-        """Buffers, states and groups, ordered by when the next forward needs the weights (embedding and norms first):
-        the order of updates is the order of gathers.
-        """
-        together = zip(self.buffers, self.states, self.param_groups, strict=True)
-        return sorted(together, key=lambda three: _first_use(three[1].space.storage))
+    def _sum_over_ranks_(self, square_sum: SquareSum) -> None:
+        if self._world is not None and self._world.size() > 1:
+            torch.distributed.all_reduce(square_sum, group=self._world)
+
+    def _before_update(self) -> None:
+        self.wait_for_copies()
 
     def params_norm(self) -> Tensor:
         """`statistics.params_norm` of this optimizer's state."""
@@ -185,58 +184,41 @@ class FP8DistributedOptimizer:
         return statistics.num_zeros(self.buffers, self._world, self.device)
 
     @torch.no_grad()
-    def step(self, loss: Tensor | None = None) -> Tensor:
+    def step(self, loss: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Clip, update and send the weights; returns the gradient norm before clipping, FP32 [1] on the device.
 
         A norm that is not finite skips the step on the device: nothing changes, nothing waits. Spaces with released
         gradients were updated during backward; there, only parameters with a finite gradient changed.
 
         Args:
-            loss: FP32 [1], this rank's part of the step's loss. If it is not finite on any rank, the norm is NaN.
+            loss: FP32 [1], this rank's part of the step's loss. If it is not finite on any rank, the norm is NaN: a
+                target whose logit is -inf has the loss inf, and finite gradients.
         """
-        norm = global_grad_norm(self.buffers, self._world, self.device, self._histories, loss)
+        start = torch.zeros(1, device=self.device) if loss is None else loss * 0.0
+        norm = self.square_sum(start).sqrt()
         factor = clip_factor(norm, self.settings.clip_grad)
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.scale
             factor = clip_factor(norm, self.settings.clip_grad) / self.loss_scale.scale
             self.loss_scale.update(~torch.isfinite(norm))
-        for buffer in self.buffers:
-            buffer.end_step(torch.isfinite(factor))
-        self.step_count += self._moved(factor)
-        self.wait_for_copies()
-        for buffer, state, group in self._by_first_use():
-            if isinstance(buffer, ReleasedGradBuffer):
-                state.finish_update()
-                continue
-            state.update(buffer, group, grad_factor=_scaled(factor, state), step_count=self.step_count)
+        for space in self._spaces:
+            space.buffer.end_step(torch.isfinite(factor))
+        self.update(factor, self._moved(factor).float(), self._every_slot)
         return norm
 
 
-def _param_group(state: SpaceState, settings: OptimizerSettings) -> dict[str, Any]:
+def _param_group(space: ParamSpace, settings: OptimizerSettings) -> dict[str, Any]:
     """A space's parameter group, with Megatron's keys."""
-    decoupled = state.space.has_decoupled_lr
+    decoupled = space.has_decoupled_lr
     peak, least = settings.rates(decoupled=decoupled)
+    decay_multiplier = 0.0 if space.storage is StorageClass.VECTOR else 1.0
     return {
-        "params": [slot.param for slot in state.space.slots],
+        "params": [slot.param for slot in space.slots],
         "lr": peak,
         "max_lr": peak,
         "min_lr": least,
-        "weight_decay": settings.weight_decay * _decay_multiplier(state),
-        "wd_mult": _decay_multiplier(state),
+        "weight_decay": settings.weight_decay * decay_multiplier,
+        "wd_mult": decay_multiplier,
         "is_decoupled_lr": decoupled,
         **settings.all_options,
     }
-
-
-def _scaled(factor: Tensor, state: SpaceState) -> Tensor:
-    """`factor` with that of the space's own gradients."""
-    own = state.space.sharing.grad_factor
-    return factor if own == 1.0 else factor * own
-
-
-def _first_use(storage: StorageClass) -> int:
-    return 1 if storage is StorageClass.LINEAR else 0
-
-
-def _decay_multiplier(state: SpaceState) -> float:
-    return 0.0 if state.space.storage is StorageClass.VECTOR else 1.0

@@ -6,7 +6,7 @@ O3's 3. Each tensor's scale is predicted from its amax over all ranks after the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,15 +110,16 @@ class SplitSpaceState(SpaceState):
     def update(
         self,
         buffer: GradBuffer,
+        parts: Sequence[tuple[int, int, Tensor]],
         group: Mapping[str, Any],
-        *,
         grad_factor: Tensor,
-        step_count: Tensor,
     ) -> None:
+        ((start, stop, step_count),) = parts
+        assert (start, stop) == (0, self.space.shard_numel), "a split master is updated whole"
         shard = self._own_weights()
         scales = self.scales.contiguous()  # a kernel indexes by tensor; each scale takes four floats
         self._split_step(
-            Fragment(0, 0, self.space.shard_numel),
+            Fragment(0, 0, stop),
             buffer,
             shard,
             (scales, self.rule.next_scales(self.tensor_amax, group, self.scales), self.chunk_slots),

@@ -275,35 +275,17 @@ class SpaceState:
     def update(
         self,
         buffer: GradBuffer,
-        group: Mapping[str, Any],
-        *,
-        grad_factor: Tensor,
-        step_count: Tensor,
-    ) -> None:
-        """One step of the rule over this rank's shard; sends the new weights.
-
-        Args:
-            buffer: the space's gradients, finished.
-            group: the space's parameter group, whose numbers the rule reads.
-            grad_factor: FP32 [1]; if it is not finite, nothing changes.
-            step_count: FP32 [1], this step's number.
-        """
-        written = self._weights_to_write()
-        shard = Fragment(0, 0, self.space.shard_numel)
-        self._step(shard, buffer, written, group, grad_factor, step_count)
-        self._publish_weights(written)
-
-    def update_parts(
-        self,
-        buffer: GradBuffer,
         parts: Sequence[tuple[int, int, Tensor]],
         group: Mapping[str, Any],
         grad_factor: Tensor,
     ) -> None:
-        """`update` for parts of this rank's shard that lie on borders of fragments; the rest of it stays as it is.
+        """One step of the rule over parts of this rank's shard; sends the new weights. The rest of it stays as it is.
 
         Args:
-            parts: (start, stop, FP32 [1] number of this step of their parameters).
+            buffer: the space's gradients, finished.
+            parts: (start, stop, FP32 [1] number of this step of their parameters); borders of fragments.
+            group: the space's parameter group, whose numbers the rule reads.
+            grad_factor: FP32 [1]; if it is not finite, nothing changes.
         """
         written = self._weights_to_write()
         for start, stop, step_count in parts:
@@ -333,7 +315,7 @@ class SpaceState:
     def _step(
         self,
         place: Fragment,
-        grad: GradBuffer | ReleasedGrad | ops.FlatState,
+        grad: ReleasedGrad | ops.FlatState,
         written: Tensor | None,
         group: Mapping[str, Any],
         grad_factor: Tensor,
