@@ -86,7 +86,7 @@ class FSDPOptimizer(FP8Optimizer):
         spaces = partition(
             [(one.name, one.rows) for one in trained if one.rows.numel()],  # type: ignore[misc]
             self._sharing_of,
-            cut_of=lambda rows: self._sharded[id(rows)].cut,
+            region_of=lambda rows: self._sharded[id(rows)].region,
             keeps_dtype=True,
         )
         for space in spaces:

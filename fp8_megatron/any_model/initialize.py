@@ -45,7 +45,7 @@ def initialize(
 
     Args:
         model: any module; its linear layers become `FP8Linear` in place (`replace_linears`), or are so already.
-        optimizer: torch's AdamW, Adam or SGD, or another of `update_rules`, over the model's parameters, before its
+        optimizer: torch's AdamW or Adam, or another that `update_rules` knows, over the model's parameters, before its
             first step. Do not use it again; its param groups belong to the returned optimizer. Linear layers that are
             trained and that it does not have stay as they are, for another optimizer.
         opt_level: storage of a trained linear layer. Bytes a parameter: O1 11 (weight FP16, gradient FP8, moments

@@ -7,18 +7,20 @@ instead. Scales are powers of two, so both ways are exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 
 from ..device.group import Group
 from ..dtypes import STATE_BLOCK, StorageFormats
 from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import StateTensor
 from ..sharding.partition import alone, storage_class
+from ..sharding.region import Region
 from ..sharding.storage import ModelStorage
 from .sharded_param import ShardedParam
 from .state_dicts import MASTER, PAYLOAD, SCALE, has_master, state_keys
@@ -50,9 +52,9 @@ class ShardedState(WholeState):
         self._groups = groups
 
     def _collect(self, groups: Groups) -> Entries:
-        params = {number: one.param for one, number in self._numbered(groups)}
+        params = {number: one for one, number in self._numbered(groups)}
         return {
-            number: sharded_entry(params[number], entry, self._keys(params[number]))
+            number: sharded_entry(params[number], entry, self._keys(params[number].param))
             for number, entry in super()._collect(groups).items()
         }
 
@@ -79,9 +81,9 @@ class ShardedState(WholeState):
 
     def _own_part(self, saved_states: Entries, groups: Groups, saved_groups: Groups) -> Entries:
         """This rank's rows of tensors that are ``DTensor``s or whole."""
-        params = {number: one.param for one, number in self._numbered(groups)}
+        params = {number: one for one, number in self._numbered(groups)}
         return {
-            theirs: local_entry(params[ours], saved_states[theirs], self._keys(params[ours]))
+            theirs: local_entry(params[ours], saved_states[theirs], self._keys(params[ours].param))
             for ours, theirs in zip(numbers_of(self._packed(groups)), numbers_of(saved_groups), strict=False)
             if ours in params and theirs in saved_states
         }
@@ -98,13 +100,13 @@ class ShardedState(WholeState):
         return {**super()._indices(groups), **{one.rows: number for one, number in self._numbered(groups)}}
 
 
-def sharded_entry(param: DTensor, entry: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """`state_dicts.param_state` of one rank's rows of `param`, as ``DTensor``s of the whole parameter.
+def sharded_entry(one: ShardedParam, entry: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """`state_dicts.param_state` of one rank's rows of a parameter, as ``DTensor``s of the whole parameter.
 
     Args:
         keys: of `state_dicts.state_keys`.
     """
-    has_whole_blocks = _has_whole_blocks(param)
+    param, has_whole_blocks = one.param, _has_whole_blocks(one.region)
     sharded: dict[str, Any] = {}
     for key, value in entry.items():
         if key not in keys:
@@ -115,11 +117,11 @@ def sharded_entry(param: DTensor, entry: Mapping[str, Any], keys: Collection[str
         if key.endswith(SCALE):
             if has_whole_blocks:
                 size = (param.numel() // STATE_BLOCK,)
-                sharded[key] = _dtensor(value, param, param.placements, size)
+                sharded[key] = _dtensor(value, param, size)
         elif scales is None or has_whole_blocks:
-            sharded[key] = _dtensor(value, param, param.placements, param.shape)
+            sharded[key] = _dtensor(value, param, param.shape)
         else:
-            sharded[name] = _dtensor(_decoded(value, scales), param, param.placements, param.shape)
+            sharded[name] = _dtensor(_decoded(value, scales), param, param.shape)
     return sharded
 
 
@@ -137,47 +139,34 @@ def empty_state(rule: UpdateRule, formats: StorageFormats, rows: Tensor) -> dict
     }
 
 
-def local_entry(param: DTensor, entry: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """This rank's rows of an entry, whose tensors are sharded as `param` is, or whole."""
-    return {key: _local(param, key, value, is_state=key in keys) for key, value in entry.items()}
+def local_entry(one: ShardedParam, entry: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """This rank's rows of an entry, whose tensors are sharded as the parameter is, or whole."""
+    return {key: _local(one, key, value, is_state=key in keys) for key, value in entry.items()}
 
 
-def _local(param: DTensor, key: str, value: Any, *, is_state: bool) -> Any:
+def _local(one: ShardedParam, key: str, value: Any, *, is_state: bool) -> Any:
+    param, region = one.param, one.region
     if isinstance(value, DTensor):
         if value.placements != param.placements or value.device_mesh != param.device_mesh:
             value = value.redistribute(param.device_mesh, param.placements)
         return value.to_local()
     if not isinstance(value, Tensor) or not is_state:
         return value
-    mesh_dim, shard = _shard_of(param)
-    ranks, rank = param.device_mesh.size(mesh_dim), param.device_mesh.get_local_rank(mesh_dim)
-    if value.shape == param.shape:
-        chunks = value.chunk(ranks, dim=shard.dim)
-        return chunks[rank] if rank < len(chunks) else value.narrow(shard.dim, 0, 0)
-    if key.endswith(SCALE) and ranks > 1:
-        if value.numel() != param.numel() // STATE_BLOCK or not _has_whole_blocks(param):
+    if value.shape == region.whole_shape:
+        return region.part_of(value)
+    if key.endswith(SCALE) and region.size > 1:
+        if value.numel() != param.numel() // STATE_BLOCK or not _has_whole_blocks(region):
             raise ValueError(
-                f"{key}: {value.numel()} scales of a parameter {tuple(param.shape)} do not fall into whole blocks on "
-                f"{ranks} ranks; load the state from a checkpoint of torch.distributed.checkpoint"
+                f"{key}: {value.numel()} scales of a parameter {region.whole_shape} do not fall into whole blocks on "
+                f"{region.size} ranks; load the state from a checkpoint of torch.distributed.checkpoint"
             )
-        return value.chunk(ranks)[rank]
+        return value.chunk(region.size)[region.rank]
     return value
 
 
-def _shard_of(param: DTensor) -> tuple[int, Shard]:
-    """The mesh dimension that `param` is sharded over, and how."""
-    for mesh_dim, placement in enumerate(param.placements):
-        if isinstance(placement, Shard):
-            return mesh_dim, placement
-    raise AssertionError(param.placements)
-
-
-def _has_whole_blocks(param: DTensor) -> bool:
+def _has_whole_blocks(region: Region) -> bool:
     """Whether every rank's rows lie together in the parameter, and are whole blocks."""
-    mesh_dim, shard = _shard_of(param)
-    ranks = param.device_mesh.size(mesh_dim)
-    is_even = param.shape[shard.dim] % ranks == 0
-    return shard.dim == 0 and is_even and (param.numel() // ranks) % STATE_BLOCK == 0
+    return region.axis == 0 and region.is_even and math.prod(region.shape) % STATE_BLOCK == 0
 
 
 def _decoded(payload: Tensor, scales: Tensor) -> Tensor:
@@ -188,10 +177,10 @@ def _decoded(payload: Tensor, scales: Tensor) -> Tensor:
     return StateTensor(whole, scales).load()[: flat.numel()].view(payload.shape)
 
 
-def _dtensor(local: Tensor, param: DTensor, placements: tuple[Placement, ...], size: tuple[int, ...]) -> DTensor:
+def _dtensor(local: Tensor, param: DTensor, size: tuple[int, ...]) -> DTensor:
     if local.storage_offset():  # torch's stager (async_save) takes a DTensor with an offset for one with memory
         local = alone(local.view(torch.uint8)).view(local.dtype)
     stride = torch.empty(size, device="meta").stride()
     return DTensor.from_local(
-        local, param.device_mesh, placements, run_check=False, shape=torch.Size(size), stride=stride
+        local, param.device_mesh, param.placements, run_check=False, shape=torch.Size(size), stride=stride
     )

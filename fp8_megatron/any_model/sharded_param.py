@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..device.group import Group
 from ..quantization.scaled_tensor import ScaledTensor
-from ..sharding.partition import Cut
+from ..sharding.region import Region
 from .torch_optimizers import OptimizerError
 
 
@@ -25,7 +24,7 @@ class ShardedParam:
         rows: what the optimizer updates: the local tensor, or a copy of it where FSDP2 pads.
         is_copy: whether `rows` is a copy.
         group: the ranks that hold the other rows.
-        cut: where the rows lie in the parameter.
+        region: where the rows lie in the parameter.
     """
 
     name: str
@@ -33,7 +32,7 @@ class ShardedParam:
     rows: Tensor
     is_copy: bool
     group: Group
-    cut: Cut
+    region: Region
 
     @classmethod
     def of(cls, name: str, param: torch.nn.Parameter) -> ShardedParam:
@@ -67,10 +66,8 @@ class ShardedParam:
                 f"that divides it, or keep the layer out of replace_linears with its filter"
             )
         rows = local if is_even else local.detach().clone()
-        width = -(-param.shape[axis] // ranks) * math.prod(param.shape[axis + 1 :])
-        stride = width if axis == 0 else width * ranks
-        group = param.device_mesh.get_group(mesh_dim)
-        return cls(name, param, rows, not is_even, group, Cut(max(1, width), max(1, stride), rank * width))
+        region = Region(tuple(rows.shape), axis, rank=rank, size=ranks, axis_size=param.shape[axis])
+        return cls(name, param, rows, not is_even, param.device_mesh.get_group(mesh_dim), region)
 
     @property
     def mesh_groups(self) -> list[Group]:

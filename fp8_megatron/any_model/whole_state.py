@@ -279,7 +279,7 @@ def _check_groups(rule: UpdateRule, saved_groups: Groups) -> None:
 
 
 def _present(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry has: ``flatten_optimizer_state_dict`` gives empty dicts for names that were not saved; SGD None."""
+    """What an entry has: ``flatten_optimizer_state_dict`` gives empty dicts for what was not saved, torch None."""
     return {key: value for key, value in entry.items() if isinstance(value, Tensor) or value not in ({}, None)}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..dtypes import STATE_BLOCK, StorageDtype
 from ..kernels import ops
-from .placement import Shape
+from ..sharding.region import Shape
 
 #: An encoded rectangle begins with the length of its header, in this many bytes.
 HEAD_BYTES = 8

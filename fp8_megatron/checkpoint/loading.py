@@ -143,9 +143,9 @@ def read_weights(folder: Path, placements: dict[str, Placement]) -> Iterator[tup
     saved = SavedRun(folder)
     for placement in placements.values():
         _raise_if(saved.mismatch(placement, None))
-    wanted = [Elements(placement, MASTER, 0, math.prod(placement.local_shape)) for placement in placements.values()]
+    wanted = [Elements(placement, MASTER, 0, math.prod(placement.region.shape)) for placement in placements.values()]
     for (name, placement), value in zip(placements.items(), saved.read(wanted), strict=True):
-        yield name, value.view(placement.local_shape)
+        yield name, value.view(placement.region.shape)
 
 
 def _restore_scalars(saved: SavedRun, state: Resumable) -> None:

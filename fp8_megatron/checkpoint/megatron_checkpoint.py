@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
+from ..sharding.region import Shape
 from .description import check_of_megatron
 from .files import CheckpointError
 from .megatron_layout import Name, is_rounded
-from .placement import Shape
 from .same_model import settings_of_arguments
 
 #: Ends of the names of norm weights, which --apply-layernorm-1p stores less 1.

@@ -138,7 +138,7 @@ def _raise_first(problems: Iterable[str | None]) -> None:
 def _tensor_problem(saved: MegatronCheckpoint, state: Resumable) -> str | None:
     """Why a parameter of this rank cannot be read; None if all can."""
     for _, _, placement in state.slots():
-        shape, own = saved.shapes.get(placement.key), placement.global_shape
+        shape, own = saved.shapes.get(placement.key), placement.region.global_shape
         if shape is None:
             return f"{saved.folder} has no tensor {placement.key!r}, which this model has: it is another model's"
         enough_rows = placement.has_vocabulary_rows and shape[1:] == own[1:] and shape[0] >= state.vocab_size
@@ -183,19 +183,19 @@ def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetun
 
 def _local(saved: MegatronCheckpoint, kind: str, placement: Placement, vocab_size: int) -> Tensor:
     """This rank's part of a parameter, FP32."""
-    name = Name(placement.key, None if placement.layer is None else placement.layer[0])
+    name = Name(placement.key, placement.region.stacked[0][0] if placement.region.stacked else None)
     whole = saved.read(kind, name)
-    first_axis = 0 if placement.layer is None else 1
-    if placement.has_vocabulary_rows and whole.shape[0] != placement.global_shape[0]:
-        whole = _repadded(whole, vocab_size, placement.global_shape[0])
-    flat = torch.empty(math.prod(placement.local_shape))
-    for part in placement.rectangles(0, flat.numel()):
+    first_axis = len(placement.region.stacked)
+    if placement.has_vocabulary_rows and whole.shape[0] != placement.region.global_shape[0]:
+        whole = _repadded(whole, vocab_size, placement.region.global_shape[0])
+    flat = torch.empty(math.prod(placement.region.shape))
+    for part in placement.region.rectangles(0, flat.numel()):
         box = tuple(
             slice(start, start + size)
             for start, size in zip(part.offset[first_axis:], part.sizes[first_axis:], strict=True)
         )
         flat[part.start : part.start + part.numel] = whole[box].reshape(-1)
-    return flat.view(placement.local_shape)
+    return flat.view(placement.region.shape)
 
 
 def _repadded(whole: Tensor, vocab_size: int, num_rows: int) -> Tensor:

@@ -19,6 +19,7 @@ from ..config.pipeline_layout import PipelineLayout, pipeline_layout
 from ..config.schema import ParallelConfig
 from ..models.keys import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING
 from ..models.registry import ARCHITECTURES, shared_axis
+from ..sharding.region import Shape
 from .files import CheckpointError
 from .megatron_checkpoint import STATES, MegatronCheckpoint
 from .megatron_layout import (
@@ -31,7 +32,6 @@ from .megatron_layout import (
     places_in_buckets,
 )
 from .pickles import mapping, read_megatron_file
-from .placement import Shape
 from .torch_dist import TorchDistReader, Wanted
 from .weights import TorchDistWeights
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..models.keys import OUTPUT_LAYER
 from ..models.registry import shared_axis
+from ..sharding.region import Shape
 from .files import CheckpointError, megatron_rank_folder
 from .megatron_checkpoint import STATES, MegatronCheckpoint
 from .megatron_layout import Name, local_shape, merged, places_in_buffer
 from .pickles import mapping, read_megatron_file
-from .placement import Shape
 
 
 class TorchFiles(MegatronCheckpoint):

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
+from ..sharding.region import Shape
 from .files import CheckpointError
 from .pickles import DTYPES, PickledObject, read_pickled
-from .placement import Shape
 
 METADATA = ".metadata"
 #: The largest size, and the largest number of elements, that a tensor may state.

@@ -119,13 +119,7 @@ class Resumable:
 
     def placement(self, slot: Slot) -> Placement:
         """Where a parameter lies in the model."""
-        return placement_of(
-            slot.name,
-            slot.param,
-            num_layers=self.config.model.num_layers,
-            tensor_rank=self.topology.tp.rank(),
-            tensor_size=self.topology.tp.size(),
-        )
+        return placement_of(slot.name, self.topology.region_of(slot.param), self.config.model.num_layers)
 
 
 @dataclass(frozen=True)
@@ -184,23 +178,23 @@ class Snapshot:
         for space, slot, placement in self.slots:
             if not space.space.sharing.counts_in_norm:
                 continue  # another rank writes the parameter
-            columns = math.prod(placement.local_shape[1:])
+            columns = math.prod(placement.region.shape[1:])
             for piece in (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, columns)):
                 for kind in self.kinds:
                     prefix = prefix_of(kind)
                     state = _encoded(space, kind, slot, piece)
                     value = None if self.is_native else state.decode()
-                    for part in placement.rectangles(piece.slot_start, piece.length):
+                    for part in placement.region.rectangles(piece.slot_start, piece.length):
                         start = part.start - piece.slot_start
                         yield Chunk(
                             prefix + placement.key,
-                            placement.global_shape,
+                            placement.region.global_shape,
                             part.offset,
                             state.rectangle(start, part.sizes)
                             if value is None
                             else value[start : start + part.numel].view(part.sizes),
                         )
-            if not self.is_native and space.space.shard_index == 0 and placement.rank == 0:
+            if not self.is_native and space.space.shard_index == 0 and placement.region.rank == 0:
                 yield from _extra_state(placement)
 
 
@@ -232,8 +226,8 @@ def _pieces(fragment: Fragment, columns: int) -> Iterator[Fragment]:
 
 def _extra_state(placement: Placement) -> Iterator[str]:
     """The key of the object that megatron-core keeps beside a linear weight."""
-    if placement.layer is not None and placement.key.endswith(_LINEAR_LAYERS):
-        index, count = placement.layer
+    if placement.region.stacked and placement.key.endswith(_LINEAR_LAYERS):
+        index, count = placement.region.stacked[0]
         yield f"{placement.key.removesuffix('weight')}_extra_state/shard_{index}_{count}"
 
 

@@ -162,7 +162,7 @@ class SavedRun:
             finetune: another vocabulary is read as well, if the checkpoint has a row for each of its tokens.
         """
         shape = self.reader.shapes.get(placement.key)
-        own = placement.global_shape
+        own = placement.region.global_shape
         if shape is None:
             return (
                 f"{self.folder} has no tensor {placement.key!r}, which this model has: it is another model's; give the "
@@ -235,7 +235,7 @@ class SavedRun:
         wanted: list[Wanted] = []
         repeated: list[tuple[Tensor, Tensor]] = []
         num_rows = self.reader.shapes[key][0] if placement.has_vocabulary_rows else None
-        for part in placement.rectangles(start, elements.length):
+        for part in placement.region.rectangles(start, elements.length):
             target = flat[part.start - start : part.start - start + part.numel]
             if num_rows is None or part.offset[0] + part.sizes[0] <= num_rows:
                 wanted.append(Wanted(part.offset, part.sizes, target))

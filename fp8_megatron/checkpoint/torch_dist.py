@@ -39,12 +39,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..sharding.region import Shape
 from .encoding import HEAD_BYTES, Encoded, decode, is_encoded
 from .files import CheckpointError, reread
 from .manifest import ChecksummedFile, FileEntry, in_order, write_file
 from .metadata_file import METADATA, Written, pickled, read_metadata
 from .pickles import read_tensor
-from .placement import Shape
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

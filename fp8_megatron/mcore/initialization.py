@@ -17,6 +17,7 @@ from torch import Tensor
 from ..models.keys import OUTPUT_LAYER, VOCABULARY_KEYS, WORD_EMBEDDING
 from ..quantization.attention import AttentionQuantizers
 from ..quantization.recipe import HeadQuantizers, LinearQuantizers
+from .topology import region_of
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _IN_A_LAYER = ("linear_qkv", "core_attention", "linear_proj", "linear_fc1", "linear_fc2")
@@ -86,10 +87,8 @@ def initial_values(
             yield name, torch.full(param.shape, 1.0 if is_norm_weight else 0.0, device=param.device)
             continue
         scaled_std = std / math.sqrt(2.0 * num_layers) if name.endswith(_OUTPUT_PROJECTIONS) else std
-        is_sharded = getattr(param, "tensor_model_parallel", False)
-        dim = param.partition_dim if is_sharded else 0  # type: ignore[attr-defined]
-        shape = list(param.shape)
-        shape[dim] *= tensor_parallel_size if is_sharded else 1
+        region = region_of(param, tensor_parallel_rank, tensor_parallel_size)
+        shape = list(region.whole_shape)
         # A meta tensor has no values to draw, and its device no generator.
         generator = None if param.is_meta else torch.Generator(param.device).manual_seed(_seed_of(name, seed))
         num_padding = 0
@@ -98,15 +97,7 @@ def initial_values(
         whole = torch.empty(shape, device=param.device).normal_(0.0, scaled_std, generator=generator)
         if num_padding:
             whole = torch.nn.functional.pad(whole, (0, 0, 0, num_padding))
-        if is_sharded:
-            stride = param.partition_stride  # type: ignore[attr-defined]
-            whole = shard(whole, dim, stride, tensor_parallel_rank, tensor_parallel_size)
-        yield name, whole
-
-
-def shard(whole: Tensor, dim: int, stride: int, rank: int, size: int) -> Tensor:
-    """A rank's part of a parameter split along `dim`. With `stride` 2 (SwiGLU) gate and up are split separately."""
-    return torch.cat(whole.chunk(size * stride, dim=dim)[rank::size], dim=dim)
+        yield name, region.part_of(whole)
 
 
 def _seed_of(name: str, seed: int) -> int:

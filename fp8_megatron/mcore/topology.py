@@ -26,7 +26,7 @@ from ..device.rendezvous import process_group_arguments
 from ..device.variables import check_variables, number
 from ..dtypes import GradReduceMode
 from ..sharding import transport
-from ..sharding.partition import Cut
+from ..sharding.region import Region
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.transport import SendMemory, TransportChoice, send_memory
 
@@ -125,17 +125,23 @@ class Topology:
             self.replicas, duplicates=None if is_split else self.tp, summed_over=self.tp if is_partial else None
         )
 
-    def cut_of(self, param: torch.nn.Parameter) -> Cut | None:
-        """Where a parameter's elements lie in the whole parameter; None if it is not split."""
-        if not getattr(param, "tensor_model_parallel", False):
-            return None
-        return Cut.along(
-            tuple(param.shape),
-            axis=param.partition_dim,  # type: ignore[attr-defined]
-            pieces=param.partition_stride,  # type: ignore[attr-defined]
-            rank=self.tp.rank(),
-            size=self.tp.size(),
-        )
+    def region_of(self, param: torch.nn.Parameter) -> Region:
+        """Where this rank's part of a parameter lies in the whole parameter."""
+        return region_of(param, self.tp.rank(), self.tp.size())
+
+
+def region_of(param: torch.nn.Parameter, rank: int, size: int) -> Region:
+    """Where a tensor-parallel rank's part of a parameter lies, by the attributes that megatron-core sets."""
+    shape = tuple(param.shape)
+    if not getattr(param, "tensor_model_parallel", False):
+        return Region(shape, rank=rank)
+    return Region(
+        shape,
+        axis=param.partition_dim,  # type: ignore[attr-defined]
+        pieces=param.partition_stride,  # type: ignore[attr-defined]
+        rank=rank,
+        size=size,
+    )
 
 
 def is_embedding_or_output(param: torch.nn.Parameter) -> bool:

@@ -15,7 +15,8 @@ from ..collectives.gradient_reduction import GradReducer, build_reducer
 from ..dtypes import GradReduceMode, StorageDtype
 from ..quantization.scaled_tensor import ScaledTensor
 from .gradient import GradBuffer, NoGradBuffer
-from .partition import Cut, ParamSpace, StorageClass, partition
+from .partition import ParamSpace, StorageClass, partition
+from .region import Region
 from .released_grads import ReleasedGradBuffer
 from .replicas import Sharing
 from .sharded_grads import ShardedGradBuffer
@@ -57,7 +58,7 @@ class DataParallelModule:
         module: a submodule that reads other submodules' parameters lists them as `reads_weights_of`.
         named_params: its parameters, with the names for checkpoints and errors. None: torch's names.
         sharing_of: how ranks share a parameter; None: this rank alone holds all parameters.
-        cut_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
+        region_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
         takes_decoupled_lr: whether a parameter has the decoupled learning rate; None: no parameter has.
         staging: send and receive buffers; the modules of a rank share them.
         on_reset: called when a step starts, for what layers keep of weights within a step.
@@ -69,7 +70,7 @@ class DataParallelModule:
         named_params: Mapping[str, torch.nn.Parameter] | None = None,
         *,
         sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
-        cut_of: Callable[[torch.nn.Parameter], Cut | None] | None = None,
+        region_of: Callable[[torch.nn.Parameter], Region] | None = None,
         takes_decoupled_lr: Callable[[torch.nn.Parameter], bool] | None = None,
         storage: ModelStorage | None = None,
         exchange: Exchange | None = None,
@@ -82,7 +83,7 @@ class DataParallelModule:
         spaces = partition(
             named_params.items(),
             sharing_of,
-            cut_of=cut_of,
+            region_of=region_of,
             takes_decoupled_lr=takes_decoupled_lr,
             bucket_numel=exchange.bucket_numel,
             whole_linears=exchange.whole_linears,

@@ -16,7 +16,6 @@ owns equally many elements for any number of ranks and any shapes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -26,6 +25,7 @@ import torch
 from ..dtypes import GRAD_BLOCK, STATE_BLOCK
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
+from .region import Cut, Region
 from .replicas import Replicas, Sharing
 
 #: Elements of a chunk, the unit in which the amaxes of FP8 weights are taken.
@@ -56,31 +56,6 @@ class StorageClass(Enum):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a rank's part of a parameter lies in the whole parameter, both flat: runs of `width` elements.
-
-    Element i of the part is element ``first + (i // width) · stride + i % width`` of the whole.
-
-    Attributes:
-        stride: elements from the start of one run to the start of the next.
-    """
-
-    width: int
-    stride: int
-    first: int
-
-    @classmethod
-    def along(cls, shape: tuple[int, ...], axis: int, pieces: int, rank: int, size: int) -> Cut:
-        """The part [*shape] of `rank` in a parameter cut along `axis` over `size` ranks.
-
-        Args:
-            pieces: equal pieces of the axis that are cut separately (2 for the gate and up matrices of SwiGLU).
-        """
-        width = math.prod(shape[axis:]) // pieces
-        return cls(width, width * size, width * rank)
-
-
-@dataclass(frozen=True)
 class Slot:
     """One parameter's place in a space: elements [offset, offset + numel); padding follows up to the alignment.
 
@@ -88,7 +63,7 @@ class Slot:
 
     Attributes:
         name: in the whole model.
-        cut: where the elements lie in the whole parameter; None: the parameter is whole.
+        region: where the elements lie in the whole parameter; None: the parameter is whole.
         order: the dimensions by which the elements lie one after another; None: as they are counted.
     """
 
@@ -96,7 +71,7 @@ class Slot:
     param: torch.nn.Parameter
     offset: int
     alignment: int
-    cut: Cut | None = None
+    region: Region | None = None
     order: tuple[int, ...] | None = None
 
     @property
@@ -299,7 +274,7 @@ class ParamSpace:
         )
         ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64, device="cpu")
         index = torch.searchsorted(ends, starts, right=True)
-        cuts = [slot.cut or Cut(_ENDLESS, _ENDLESS, 0) for slot in self.slots]
+        cuts = [(slot.region and slot.region.cut) or Cut(_ENDLESS, _ENDLESS, 0) for slot in self.slots]
         facts = [
             (ops.seed_of(slot.name), slot.offset, cut.width, cut.stride - cut.width, cut.first)
             for slot, cut in zip(self.slots, cuts, strict=True)
@@ -333,7 +308,7 @@ def partition(
     named_params: Iterable[tuple[str, torch.nn.Parameter]],
     sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
     *,
-    cut_of: Callable[[torch.nn.Parameter], Cut | None] | None = None,
+    region_of: Callable[[torch.nn.Parameter], Region] | None = None,
     takes_decoupled_lr: Callable[[torch.nn.Parameter], bool] | None = None,
     bucket_numel: int = 1 << 30,
     whole_linears: bool = False,
@@ -343,7 +318,7 @@ def partition(
 
     Args:
         sharing_of: how ranks share a parameter; None: this rank alone has all of them.
-        cut_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
+        region_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
         takes_decoupled_lr: whether a parameter has the decoupled learning rate, and so a space apart; None: none has.
         bucket_numel: elements of a bucket, rounded to what the cut needs.
         whole_linears: no linear weight lies in two buckets. A weight larger than a bucket makes a larger bucket.
@@ -358,8 +333,8 @@ def partition(
         decoupled = takes_decoupled_lr is not None and takes_decoupled_lr(param)
         slots = grouped.setdefault((storage, sharing, decoupled, dtype), [])
         start = slots[-1].offset + slots[-1].padded if slots else 0
-        cut = None if cut_of is None else cut_of(param)
-        slots.append(Slot(name, param, start, storage.alignment, cut, _order(param) if keeps_dtype else None))
+        region = None if region_of is None else region_of(param)
+        slots.append(Slot(name, param, start, storage.alignment, region, _order(param) if keeps_dtype else None))
     return [
         replace(
             _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears),

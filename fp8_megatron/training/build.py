@@ -107,7 +107,7 @@ def build_trainable_model(
     replicate = partial(
         DataParallelModule,
         sharing_of=topology.sharing_of,
-        cut_of=topology.cut_of,
+        region_of=topology.region_of,
         takes_decoupled_lr=is_embedding_or_output if config.optimizer.decoupled_lr is not None else None,
         storage=storage,
         exchange=build_exchange(config),

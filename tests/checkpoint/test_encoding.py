@@ -34,6 +34,7 @@ from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import STATE_BLOCK, StorageDtype
 from fp8_megatron.kernels import ops
 from fp8_megatron.optimizer.state import StateTensor
+from fp8_megatron.sharding.region import Region
 from fp8_megatron.sharding.transport import SendMemory
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
@@ -304,7 +305,7 @@ def test_one_large_parameter_is_read_by_several_threads(tmp_path: Path, monkeypa
         return load(*args, **kwargs)
 
     monkeypatch.setattr(TorchDistReader, "load", load_together)
-    placement = Placement("x", (8, 256), None, None, 0, 1)
+    placement = Placement("x", Region((8, 256)))
     # The whole, what lies behind the parameter alone, and a part.
     wanted = [Elements(placement, "master", *place) for place in ((0, 2048), (2048, 256), (1100, 800))]
     whole, behind, part = SavedRun(tmp_path).read(wanted)

@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
-from fp8_megatron.checkpoint.placement import Placement
 from fp8_megatron.checkpoint.run_state import _extra_state
 from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from tests.harness.ranks import RankPool
@@ -45,8 +43,8 @@ def _parts(model: ModelConfig, parallel: ParallelConfig) -> tuple[Parts, Parts, 
         ours: Parts = defaultdict(set)
         our_objects = set()
         for _, slot, placement in state.slots():
-            for part in placement.rectangles(0, slot.numel):
-                ours[placement.key].add((placement.global_shape, part.offset, part.sizes))
+            for part in placement.region.rectangles(0, slot.numel):
+                ours[placement.key].add((placement.region.global_shape, part.offset, part.sizes))
             our_objects |= set(_extra_state(placement))
         return dict(ours), dict(theirs), our_objects, their_objects
 
@@ -62,43 +60,3 @@ def test_places_are_megatrons(ranks: RankPool, model: ModelConfig, layout: str) 
         assert our_objects == their_objects and len(their_objects) >= 4
         if parallel.pipeline_model_parallel_size == 1:
             assert ours["decoder.layers.mlp.linear_fc1.weight"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "sharding", "rank", "size"),
-    [
-        ((7, 5), None, 0, 1),
-        ((6, 5), (0, 1), 1, 3),
-        ((6, 5), (0, 2), 1, 2),
-        ((6, 5), (1, 1), 2, 3),
-        ((12,), (0, 2), 1, 2),
-        ((9,), None, 0, 2),
-    ],
-)
-@pytest.mark.parametrize("layer", [None, (2, 3)])
-def test_fragments_give_every_element_its_place(
-    shape: tuple[int, ...], sharding: tuple[int, int] | None, rank: int, size: int, layer: tuple[int, int] | None
-) -> None:
-    """Against indexing the whole tensor: element i of the rank's part goes where `shard` takes it from."""
-    placement = Placement("key", shape, layer, sharding, rank, size)
-    whole_shape = placement.global_shape[1:] if layer else placement.global_shape
-    whole = torch.arange(torch.Size(whole_shape).numel()).view(whole_shape)
-    mine = whole
-    if sharding is not None:
-        dim, stride = sharding
-        mine = torch.cat(whole.chunk(size * stride, dim=dim)[rank::size], dim=dim)
-    assert mine.shape == shape
-    flat = mine.flatten()
-    numel = flat.numel()
-    for length in (1, 4, 8, numel, numel + 3):
-        found = torch.full((numel,), -1)
-        for start in range(0, numel, length):
-            parts = list(placement.rectangles(start, length))
-            assert len(parts) <= (4 if sharding is not None and sharding[1] == 2 else 3)
-            for part in parts:
-                offset, sizes = (part.offset[1:], part.sizes[1:]) if layer else (part.offset, part.sizes)
-                assert not layer or (part.offset[0], part.sizes[0]) == (2, 1)
-                box = whole[tuple(slice(a, a + n) for a, n in zip(offset, sizes, strict=True))]
-                assert (found[part.start : part.start + part.numel] == -1).all()
-                found[part.start : part.start + part.numel] = box.flatten()
-        assert torch.equal(found, flat), length

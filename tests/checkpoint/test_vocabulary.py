@@ -13,6 +13,7 @@ from fp8_megatron.checkpoint.placement import Placement
 from fp8_megatron.checkpoint.saved_run import Elements, SavedRun
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
+from fp8_megatron.sharding.region import Region
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.runs import tiny_flags
@@ -63,7 +64,7 @@ def test_new_padding_is_the_old_paddings(ranks: RankPool, tmp_path: Path) -> Non
     for folder, last_is_padding in ((tmp_path, True), (tmp_path / "full", False)):
         saved = SavedRun(folder / "iter_0000003")
         table = saved.reader.read_whole(KEY)
-        placement = Placement(KEY, (32, 64), None, (0, 1), 1, 2)
+        placement = Placement(KEY, Region((32, 64), axis=0, rank=1, size=2))
         # The whole, and a fragment that begins inside of the padding, and inside of a row.
         wanted = [Elements(placement, "master", 0, 32 * 64), Elements(placement, "master", 20 * 64 + 3, 200)]
         whole, fragment = saved.read(wanted)

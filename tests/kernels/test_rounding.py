@@ -173,13 +173,14 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_parts_of_a_parameter_have_the_bits_of_the_whole(axis: int, pieces: int) -> None:
     if axis == 1 and pieces == 2:
         pytest.skip("only rows come in two pieces")
-    from fp8_megatron.sharding.partition import Cut
+    from fp8_megatron.sharding.region import Region
 
     shape, size = (24, 40), 2
     whole = bits_of(24 * 40, 5).view(shape)
     for rank in range(size):
         local = (12, 40) if axis == 0 else (24, 20)
-        cut = Cut.along(local, axis, pieces, rank, size)
+        cut = Region(local, axis, pieces, rank, size).cut
+        assert cut is not None
         table = torch.tensor([[0, cut.first, cut.width, cut.width, cut.stride - cut.width]], dtype=torch.int32)
         actual = bits_of(12 * 40, 5, Places(table, cut.width)).view(local)
         expected = torch.cat(whole.chunk(size * pieces, dim=axis)[rank::size], dim=axis)

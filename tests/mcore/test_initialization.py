@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
-from fp8_megatron.mcore.initialization import shard
 from tests.harness.ranks import RankPool
-from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, assemble, tiny_config, train_tiny_gpt
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, tiny_config, train_tiny_gpt
 
 LAYOUTS = {
     "tp2": (2, ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)),
@@ -112,15 +111,3 @@ def test_the_seed_matters(ranks: RankPool, single: dict[tuple[str, str], TinyRun
     other = initial(ranks, 1, ParallelConfig(), "gpt3", "bf16", seed=2).weights
     for name, value in single["gpt3", "bf16"].weights.items():
         assert value.ndim == 1 or not torch.equal(value, other[name])
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize(("dim", "stride"), [(0, 1), (1, 1), (0, 2)])
-def test_shards_make_the_whole(size: int, dim: int, stride: int) -> None:
-    whole = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    parts = [shard(whole, dim, stride, rank, size) for rank in range(size)]
-    assert torch.equal(assemble(parts, (dim, stride)), whole)
-    if stride == 2:
-        gate, up = whole.chunk(2)
-        for rank, part in enumerate(parts):  # every rank has its gates, then the ups that belong to them
-            assert torch.equal(part, torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]]))

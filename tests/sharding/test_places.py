@@ -12,7 +12,8 @@ from fp8_megatron.dtypes import STATE_BLOCK
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.rounding import rounding_bits
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-from fp8_megatron.sharding.partition import Cut, ParamSpace, partition
+from fp8_megatron.sharding.partition import ParamSpace, partition
+from fp8_megatron.sharding.region import Region
 from fp8_megatron.sharding.replicas import Replicas, Sharing
 from fp8_megatron.sharding.transport import SendMemory
 
@@ -56,15 +57,15 @@ def part(whole: Tensor, name: str, rank: int, size: int) -> Tensor:
 
 
 def spaces(layout: Layout, stage: tuple[str, ...], rank: int, replica: int) -> list[ParamSpace]:
-    params, cuts = {}, {}
+    params, regions = {}, {}
     for name in stage:
         shape, axis, pieces = WHOLE[name]
         value = part(torch.zeros(shape), name, rank, layout.tensor)
         param = torch.nn.Parameter(value.bfloat16() if name in MATRICES else ScaledTensor.quantize(value))
         params[name] = param
-        cuts[param] = None if axis is None else Cut.along(tuple(value.shape), axis, pieces, rank, layout.tensor)
+        regions[param] = Region(tuple(value.shape), axis, pieces, rank, layout.tensor)
     sharing = Sharing(Replicas(layout.replicas, replica, SendMemory(CPU), SendMemory(CPU)))
-    return partition(params.items(), lambda _: sharing, cut_of=cuts.__getitem__, bucket_numel=layout.bucket)
+    return partition(params.items(), lambda _: sharing, region_of=regions.__getitem__, bucket_numel=layout.bucket)
 
 
 def bits(layout: Layout, rank: int, stage: tuple[str, ...]) -> dict[str, Tensor]:
