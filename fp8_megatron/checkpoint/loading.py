@@ -76,6 +76,8 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     saved = SavedRun(folder)
     _check_model(saved, state, finetune=options.finetune)
     loads_state = options.optimizer and not options.finetune and state.is_trained
+    if loads_state:
+        _check_states(saved, state)
     takes_scales = saved.has_model_layout_of(state)
     wanted = list(_state_to_read(state, state.kinds if loads_state else (MASTER,)))
     values = saved.read([item.elements for item in wanted], device=state.device)
@@ -93,6 +95,16 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     if options.rng:
         _restore_rng(saved, state)
     return Progress.of(saved.description)
+
+
+def _check_states(saved: SavedRun, state: Resumable) -> None:
+    """Raise an error, the same on every rank, if a checkpoint has the states of another update rule."""
+    own, holds = state.kinds[1:], saved.description.get("optimizer")
+    if holds and set(holds) != set(own):
+        raise CheckpointError(
+            f"{saved.folder} has another optimizer's state: {', '.join(holds)}, where --optimizer "
+            f"{state.config.optimizer.optimizer} has {', '.join(own) or 'none'}; give --finetune, or --no-load-optim"
+        )
 
 
 @dataclass(frozen=True)

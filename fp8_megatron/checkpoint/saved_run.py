@@ -229,9 +229,9 @@ class SavedRun:
         placement, start = elements.placement, elements.start
         key = prefix_of(elements.kind) + placement.key
         if key not in self.reader.shapes:
-            holds = self.description["optimizer"]
-            other = f"the optimizer's {' and '.join(holds)}" if holds else "weights alone"
-            raise CheckpointError(f"{self.folder} has no {key}: it holds {other}; give --finetune, or --no-load-optim")
+            raise CheckpointError(
+                f"{self.folder} has no {key}: it holds weights alone; give --finetune, or --no-load-optim"
+            )
         wanted: list[Wanted] = []
         repeated: list[tuple[Tensor, Tensor]] = []
         num_rows = self.reader.shapes[key][0] if placement.has_vocabulary_rows else None
