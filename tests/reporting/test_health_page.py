@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import math
 import shutil
 import subprocess
@@ -164,13 +165,15 @@ def test_live_data_is_the_runs_newest(run: Path, server: int) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium: Playwright's own, or the system's."""
+    """A headless Chromium: Playwright's own, or the system's. Without one the tests are skipped, unless BROWSER_TESTS is
+    "required" (.ci/run)."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with playwright.sync_playwright() as driver:
         try:
             opened = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         except playwright.Error as error:
+            assert os.environ.get("BROWSER_TESTS") != "required", error
             pytest.skip(f"no Chromium (playwright install chromium): {str(error).splitlines()[0]}")
         yield opened
         opened.close()

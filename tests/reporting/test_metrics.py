@@ -435,7 +435,7 @@ def test_progress_bar_leaves_log_lines_whole(
 
 
 def test_damaged_lines_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a step, a validation and a record of another kind, each damage leaves the good ones."""
+    """Of a step, a validation and a row of another kind, each damage leaves the good ones."""
     good = [
         {"kind": "train", "iteration": 1, "loss": 2.0},
         {"kind": "train", "iteration": 2, "loss": None, "non_finite": True},
