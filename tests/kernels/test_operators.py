@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -395,7 +396,12 @@ def test_fake_version_of_the_gpu_variant(name: str) -> None:
         arguments = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.cuda(), arguments)
         with FakeTensorMode() as mode:
             fake = call(name, torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments))
-        outputs = torch.utils._pytree.tree_leaves(call(name, arguments))
+        try:
+            outputs = torch.utils._pytree.tree_leaves(call(name, arguments))
+        except UnsupportedDeviceError as error:  # of newer GPUs, or of a package that is not installed
+            if not re.search("needs compute capability|No module named 'cudnn'", str(error)):
+                raise
+            pytest.skip(str(error))
         for expected, actual in zip(torch.utils._pytree.tree_leaves(fake), outputs, strict=True):
             if actual is not None:
                 assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device)
