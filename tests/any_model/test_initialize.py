@@ -110,7 +110,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
     [
         (_second_call, "0.weight has an FP8 optimizer already: initialize is called once"),
         (_with(opt_level="O4"), r"opt_level\('O4'\) is not one of O1, O2, O3"),
-        (_with(recipe="mxfp8"), r"recipe\('mxfp8'\) is not one of"),
+        (_with(recipe="mxfp4"), r"recipe\('mxfp4'\) is not one of"),
         (_replaced_before, "has FP8 layers already: give recipe, filter and recompute_activations to"),
         (_other_model, "a parameter of shape .* that the model did not have"),
         (
@@ -154,6 +154,7 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
         "swapped",
     ],
 )
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_errors_name_the_value_and_the_fix(call: Callable[[torch.nn.Module], None], message: str) -> None:
     with pytest.raises((UserError, ValueError), match=message):
         call(build_model())

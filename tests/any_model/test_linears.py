@@ -333,7 +333,7 @@ def test_a_hook_keeps_gpt2s_conv1d() -> None:
     ("dtype", "recipe", "message"),
     [
         (torch.float64, "tensorwise", r"1\.weight is torch\.float64; .* cast the model"),
-        (torch.float32, "mxfp8", r"recipe\('mxfp8'\) is not one of tensorwise, delayed, blockwise"),
+        (torch.float32, "mxfp4", r"recipe\('mxfp4'\) is not one of tensorwise, delayed, blockwise, mxfp8"),
     ],
 )
 def test_errors_name_the_value_and_the_fix(dtype: torch.dtype, recipe: str, message: str) -> None:
