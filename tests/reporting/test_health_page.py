@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -165,8 +165,8 @@ def test_live_data_is_the_runs_newest(run: Path, server: int) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium: Playwright's own, or the system's. Without one the tests are skipped, unless BROWSER_TESTS is
-    "required" (.ci/run)."""
+    """A headless Chromium: Playwright's own, or the system's. Without one the tests are skipped, unless BROWSER_TESTS
+    is set (`.ci/run`)."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with playwright.sync_playwright() as driver:
