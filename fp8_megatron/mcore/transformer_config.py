@@ -242,6 +242,7 @@ def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Ten
         return _squared_relu
     if model.quick_geglu:
         return _quick_gelu
+    assert model.activation in ("gelu", "gelu_erf"), f"megatron-core's layers have no {model.activation} here"
     return torch.nn.functional.gelu if is_fused or model.activation == "gelu_erf" else _tanh_gelu
 
 

@@ -46,6 +46,7 @@ def activation(z: Tensor, kind: str) -> Tensor:
     gate, up = wide.chunk(2, dim=1)
     if kind == "quick_geglu":
         return (gate * torch.sigmoid(_QUICK * gate) * up).to(z.dtype)
+    assert kind == "swiglu", f"no form in 16 bits of {kind}"
     return (torch.nn.functional.silu(gate) * up).to(z.dtype)
 
 
@@ -61,5 +62,6 @@ def activation_backward(grad: Tensor, z: Tensor, kind: str) -> Tensor:
         sigmoid = torch.sigmoid(_QUICK * gate)
         grad_gate = upstream * up * (sigmoid * (1.0 + _QUICK * gate * (1.0 - sigmoid)))
         return torch.cat([grad_gate, upstream * (gate * sigmoid)], dim=1).to(z.dtype)
+    assert kind == "swiglu", f"no form in 16 bits of {kind}"
     grad_gate = torch.ops.aten.silu_backward(upstream * up, gate)
     return torch.cat([grad_gate, upstream * torch.nn.functional.silu(gate)], dim=1).to(z.dtype)

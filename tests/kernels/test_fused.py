@@ -77,6 +77,7 @@ def double_activation(z: Tensor, kind: str) -> Tensor:
     gate, up = z.chunk(2, dim=1)
     if kind == "quick_geglu":
         return gate * torch.sigmoid(1.702 * gate) * up
+    assert kind == "swiglu"
     return torch.nn.functional.silu(gate) * up
 
 

@@ -60,6 +60,7 @@ def _value_and_derivatives(z: Tensor, kind: str) -> tuple[Tensor, tuple[Tensor, 
         sigmoid = torch.sigmoid(_QUICK * gate)
         gated = gate * sigmoid
         return gated * up, (up * (sigmoid * (1.0 + _QUICK * gate * (1.0 - sigmoid))), gated)
+    assert kind == "swiglu", f"the specification has no {kind}"
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     return silu * up, (up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), silu)
