@@ -36,7 +36,6 @@ _BASE = (
 _DIVISION = tuple(name for name in PIPELINE_SETTINGS if name != "pipeline_model_parallel_size")
 #: Settings of a batch that grows.
 _GROWTH = ("rampup_batch_size", "step_batch_size_schedule")
-_KINDS = ("weights", "gradients", "master_weights", "exp_avg", "exp_avg_sq", "scales")
 
 
 def report_largest(
@@ -210,15 +209,14 @@ def _build_table(level: str, config: Config, world_size: int, built: Sequence[tu
         f"GB (10^9 bytes) of a rank as built, {level}: TP {tp} × {context}PP {pp} × DP "
         f"{config.data_parallel_size(world_size)}, micro-batch {config.training.micro_batch_size}"
     )
-    names = [kind.replace("_", "\n") for kind in _KINDS]
+    names = [kind.replace("_", "\n") for kind in built[0][0].state.by_kind]
     headings = ("stage", *names, "buffers", "in a step", "peak", "predicted\npeak", "differs")
     return table_text(headings, [list(_cells(memory, predicted)) for memory, predicted in built], title=title)
 
 
 def _cells(memory: RankMemory, predicted: PeakBytes) -> Iterator[str]:
     yield str(memory.stage)
-    for kind in _KINDS:
-        yield f"{getattr(memory.state, kind) / 1e9:.2f}"
+    yield from (f"{held / 1e9:.2f}" for held in memory.state.by_kind.values())
     yield f"{memory.wire_buffers / 1e9:.2f}"
     yield f"{(memory.peak - memory.state.total - memory.wire_buffers) / 1e9:.2f}"
     yield f"{memory.peak / 1e9:.2f}"
