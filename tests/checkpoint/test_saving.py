@@ -169,7 +169,7 @@ class Run:
 
     def saves(self, *iterations: int) -> Run:
         for iteration in iterations:
-            snapshot = Snapshot([], {}, {"iteration": iteration}, O3)
+            snapshot = Snapshot([], {}, {"iteration": iteration}, O3, ())
             with mock.patch.object(Snapshot, "of", return_value=snapshot):
                 self._writer.save(None, Progress(iteration))  # type: ignore[arg-type]
             self._writer.finish()
