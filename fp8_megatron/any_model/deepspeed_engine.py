@@ -33,7 +33,7 @@ class DeepSpeedConfigError(UserError):
 
 
 @dataclass(frozen=True)
-class Section:
+class DeepSpeedSection:
     """The configuration's ``"msamp"`` section.
 
     Attributes:
@@ -100,7 +100,7 @@ def initialize(
     return engine, fp8_optimizer, loader, scheduler
 
 
-def read_section(config: Mapping[str, Any]) -> Section | None:
+def read_section(config: Mapping[str, Any]) -> DeepSpeedSection | None:
     """What the ``"msamp"`` section asks for; None if there is none, or it is not enabled.
 
     BF16 becomes torch's autocast: linear layers compute in FP8 and the rest in BF16, and other parameters keep their
@@ -130,7 +130,7 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
     if taken.pop("bf16", {}).get("enabled", False):
         taken["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     max_norm = float(taken.pop("gradient_clipping", _CLIPPING_DEFAULT))
-    return Section(level, taken | {"gradient_clipping": 0.0}, max_norm, bool(asked.get("use_te", False)))
+    return DeepSpeedSection(level, taken | {"gradient_clipping": 0.0}, max_norm, bool(asked.get("use_te", False)))
 
 
 def _takes_te(name: str, module: torch.nn.Module) -> bool:

@@ -35,7 +35,7 @@ from .program import exit_status, prepare_megatron
 
 if TYPE_CHECKING:
     from ..config.schema import Config
-    from ..conversion.conversion import Source
+    from ..conversion.conversion import SourceCheckpoint
 
 console = Console(stderr=True, markup=False)
 
@@ -156,7 +156,7 @@ def _check_no_flag_is_ignored(parser: Parser, given: dict[str, Any]) -> None:
 def run(options: Options) -> int:
     """Convert and verify; returns the exit status. The output gets its name when it is complete and compared."""
     from ..config.io import load_config, stated_settings
-    from ..conversion.conversion import Format, check_new, open_source
+    from ..conversion.conversion import CheckpointFormat, check_new, open_source
 
     check_new(options.output)
     config = load_config(options.config) if options.config is not None else None
@@ -167,9 +167,13 @@ def run(options: Options) -> int:
     num_params = sum(prod(shape) for shape in source.weights.shapes.values())
     console.print(f"{source.format.value}: {source.folder}, {num_params / 1e6:,.1f} M parameters", highlight=False)
     check_free_bytes(options.output, "--output", _num_bytes(source, options, num_params), "the converted checkpoint")
-    converters = {Format.OURS: to_ours, Format.HUGGING_FACE: to_hugging_face, Format.MEGATRON_CORE: to_megatron_core}
+    converters = {
+        CheckpointFormat.OURS: to_ours,
+        CheckpointFormat.HUGGING_FACE: to_hugging_face,
+        CheckpointFormat.MEGATRON_CORE: to_megatron_core,
+    }
     with unfinished(options.output) as folder, writing_to(options.output, "--output"):
-        message = converters[Format(options.to)](source, folder, options)
+        message = converters[CheckpointFormat(options.to)](source, folder, options)
         if options.verify and not verify(source, folder, options):
             note = f"{options.output} is not written, since the logits differ; --no-verify writes it all the same"
             console.print(note, highlight=False, soft_wrap=True)
@@ -221,33 +225,33 @@ def _move(folder: Path, output: Path) -> None:
         found.replace(output / found.name)
 
 
-def _num_bytes(source: Source, options: Options, num_params: int) -> int:
+def _num_bytes(source: SourceCheckpoint, options: Options, num_params: int) -> int:
     """Bytes that a conversion writes at least."""
-    from ..conversion.conversion import Format
+    from ..conversion.conversion import CheckpointFormat
 
     if options.to == "hf":
         return num_params * (1 if options.fp8 else 4 if options.dtype == "fp32" else 2)
-    if options.to == "ours" and source.format is Format.OURS and options.ckpt_state_dtype is None:
+    if options.to == "ours" and source.format is CheckpointFormat.OURS and options.ckpt_state_dtype is None:
         return sum(file.stat().st_size for file in source.folder.iterdir() if file.is_file())
-    if options.to == "ours" and source.format is Format.OURS:
+    if options.to == "ours" and source.format is CheckpointFormat.OURS:
         return 12 * num_params
     return 4 * num_params
 
 
-def to_ours(source: Source, folder: Path, options: Options) -> str:
+def to_ours(source: SourceCheckpoint, folder: Path, options: Options) -> str:
     """Write a checkpoint that --load takes into `folder`; returns a message for the user."""
-    from ..conversion.conversion import Format, check_trainable, rewrite_ours, write_ours
+    from ..conversion.conversion import CheckpointFormat, check_trainable, rewrite_ours, write_ours
     from ..data.hugging_face_tokenizer import import_tokenizer
     from ..data.tokenizer import padded_vocab_size
 
     config = with_flags(source.config, options)
     check_trainable(config, source.vocab_size)
-    if source.format is Format.OURS:
+    if source.format is CheckpointFormat.OURS:
         rewrite_ours(folder, source, config, in_fp32=options.ckpt_state_dtype == "fp32")
         tensors = "tensors are in FP32" if options.ckpt_state_dtype == "fp32" else "tensors are as they were"
         return f"{tensors}, optimizer state included; config.yaml is new"
     message = "weights alone: load it with --finetune"
-    if source.format is Format.HUGGING_FACE:
+    if source.format is CheckpointFormat.HUGGING_FACE:
         tokenizer = import_tokenizer(source.folder, folder / "tokenizer", options.output / "tokenizer")
         config = replace(config, data=tokenizer.data_section(config.data))
         message += f"; {tokenizer.message}"
@@ -260,7 +264,7 @@ def to_ours(source: Source, folder: Path, options: Options) -> str:
     return message
 
 
-def to_megatron_core(source: Source, folder: Path, options: Options) -> str:
+def to_megatron_core(source: SourceCheckpoint, folder: Path, options: Options) -> str:
     """Write only the weights into `folder`, as torch_dist."""
     from ..conversion.conversion import write_megatron_core
 
@@ -269,7 +273,7 @@ def to_megatron_core(source: Source, folder: Path, options: Options) -> str:
     return "weights alone, in FP32"
 
 
-def to_hugging_face(source: Source, folder: Path, options: Options) -> str:
+def to_hugging_face(source: SourceCheckpoint, folder: Path, options: Options) -> str:
     """Write files that transformers loads into `folder`."""
     from ..conversion import hugging_face_folder as folders
     from ..data.hugging_face_tokenizer import copy_tokenizer, export_tokenizer
@@ -327,14 +331,14 @@ def with_flags(config: Config, options: Options) -> Config:
     return config
 
 
-def num_weights(source: Source) -> int:
+def num_weights(source: SourceCheckpoint) -> int:
     """Number of weights that a conversion handles."""
     from ..checkpoint.weights import places
 
     return sum(1 for _ in places(source.weights.shapes))
 
 
-def verify(source: Source, folder: Path, options: Options) -> bool:
+def verify(source: SourceCheckpoint, folder: Path, options: Options) -> bool:
     """Compare the source's logits with those of the checkpoint in `folder`; whether they agree."""
     import torch
 

@@ -114,11 +114,11 @@ def report_of(options: Options) -> Inspection:
         CheckpointError: the path has nothing readable.
     """
     from ..checkpoint.files import is_torch_files
-    from ..conversion.conversion import Format, find_format
+    from ..conversion.conversion import CheckpointFormat, find_format
 
     kind, folder = find_format(options.path, options.iteration)
-    problems = _problems(folder) if options.verify and kind is Format.OURS else []
-    lines = _safetensors_lines if kind is Format.HUGGING_FACE else _torch_dist_lines
+    problems = _problems(folder) if options.verify and kind is CheckpointFormat.OURS else []
+    lines = _safetensors_lines if kind is CheckpointFormat.HUGGING_FACE else _torch_dist_lines
     lines = _torch_lines if is_torch_files(folder) else lines
     tensors = list(lines(folder, options, problems))
     ranks = folder.glob("mp_rank_*/*")

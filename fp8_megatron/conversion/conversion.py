@@ -39,7 +39,7 @@ from .megatron_weights import config_of, open_weights
 from .torch_dist_writer import fp32_chunks, write_torch_dist
 
 
-class Format(str, Enum):
+class CheckpointFormat(str, Enum):
     """A checkpoint's format."""
 
     OURS = "ours"
@@ -48,7 +48,7 @@ class Format(str, Enum):
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceCheckpoint:
     """A checkpoint to convert from.
 
     Attributes:
@@ -58,14 +58,14 @@ class Source:
         vocab_size: without padding.
     """
 
-    format: Format
+    format: CheckpointFormat
     folder: Path
     weights: WeightReader
     config: Config
     vocab_size: int
 
 
-def find_format(path: Path, iteration: int | None = None) -> tuple[Format, Path]:
+def find_format(path: Path, iteration: int | None = None) -> tuple[CheckpointFormat, Path]:
     """The format at a path, and the folder of one checkpoint in it (the latest, or that of `iteration`).
 
     Raises:
@@ -83,23 +83,23 @@ def find_format(path: Path, iteration: int | None = None) -> tuple[Format, Path]
         return kind, path
     folder = _tracked_folder(path) if iteration is None else iteration_folder(path, iteration)
     if folder is not None and _is_megatron(folder):
-        return Format.MEGATRON_CORE, folder
+        return CheckpointFormat.MEGATRON_CORE, folder
     found = candidates(path, iteration)
     if not found:
         raise CheckpointError(
             f"{path} has none of {CONFIG_FILE} (Hugging Face), {METADATA} (torch_dist), mp_rank_* (torch) and "
             f"{TRACKER} (a folder of checkpoints)"
         )
-    return Format.OURS, iteration_folder(path, found[0])
+    return CheckpointFormat.OURS, iteration_folder(path, found[0])
 
 
-def _format_of_one(folder: Path) -> Format | None:
+def _format_of_one(folder: Path) -> CheckpointFormat | None:
     """The format of a folder that is one checkpoint or one model; None if it is neither."""
     if (folder / CONFIG_FILE).is_file():
-        return Format.HUGGING_FACE
+        return CheckpointFormat.HUGGING_FACE
     if (folder / METADATA).is_file() and (folder / META).is_file():
-        return Format.OURS
-    return Format.MEGATRON_CORE if _is_megatron(folder) else None
+        return CheckpointFormat.OURS
+    return CheckpointFormat.MEGATRON_CORE if _is_megatron(folder) else None
 
 
 def _is_megatron(folder: Path) -> bool:
@@ -124,7 +124,7 @@ def open_source(
     config: Config | None = None,
     stated: Collection[str] = (),
     vocab_size: int | None = None,
-) -> Source:
+) -> SourceCheckpoint:
     """Open a checkpoint of any format. Weights are read on demand.
 
     Args:
@@ -138,29 +138,29 @@ def open_source(
         CheckpointError: the checkpoint is unreadable, damaged, or of another model than `config` describes.
     """
     kind, folder = find_format(path, iteration)
-    if vocab_size is not None and kind is not Format.MEGATRON_CORE:
+    if vocab_size is not None and kind is not CheckpointFormat.MEGATRON_CORE:
         raise CheckpointError(f"--vocab-size {vocab_size}: {folder} says how large its vocabulary is; leave it out")
-    if kind is Format.HUGGING_FACE:
+    if kind is CheckpointFormat.HUGGING_FACE:
         theirs = HuggingFaceWeights(folder)
         own_vocab_size = theirs.model.vocab_size
         assert own_vocab_size is not None
         if config is not None:
             _check_states_nothing_else(folder, theirs.model, config.model, stated)
         theirs.check_values()
-        return Source(kind, folder, theirs, replace(config or Config(), model=theirs.model), own_vocab_size)
-    if kind is Format.OURS:
+        return SourceCheckpoint(kind, folder, theirs, replace(config or Config(), model=theirs.model), own_vocab_size)
+    if kind is CheckpointFormat.OURS:
         problem = next((text for record in read_manifest(folder) if (text := problem_with(folder, record))), None)
         if problem is not None:
             raise CheckpointError(f"{problem}; use another iteration (--iteration)")
         own_vocab_size = read_description(folder)["vocab_size"]
         config = saved_config(folder) if config is None else _of_the_same_model(folder, config, own_vocab_size)
         own_weights = TorchDistWeights(folder, TorchDistReader(folder, [r.name for r in read_manifest(folder)]))
-        source = Source(kind, folder, own_weights, config, own_vocab_size)
+        source = SourceCheckpoint(kind, folder, own_weights, config, own_vocab_size)
     else:
         weights, arguments = open_weights(folder)
         config = config_of(folder, arguments, config, vocab_size)
         assert config.model.vocab_size is not None
-        source = Source(kind, folder, weights, config, config.model.vocab_size)
+        source = SourceCheckpoint(kind, folder, weights, config, config.model.vocab_size)
     shapes = source.weights.shapes
     num_rows = shapes.get(WORD_EMBEDDING, (source.vocab_size,))[0]
     check_shapes(shapes, weight_shapes(source.config.model, num_rows), str(folder))
@@ -254,7 +254,12 @@ def check_trainable(config: Config, vocab_size: int) -> None:
 
 
 def write_ours(
-    root: Path, source: Source, config: Config, *, padded_vocab_size: int, on_weight: Callable[[], None] = lambda: None
+    root: Path,
+    source: SourceCheckpoint,
+    config: Config,
+    *,
+    padded_vocab_size: int,
+    on_weight: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a checkpoint of this project under `root`, at iteration 0 and with weights only (``--load … --finetune``).
 
@@ -292,7 +297,7 @@ def write_ours(
     return folder
 
 
-def rewrite_ours(root: Path, source: Source, config: Config, *, in_fp32: bool = False) -> Path:
+def rewrite_ours(root: Path, source: SourceCheckpoint, config: Config, *, in_fp32: bool = False) -> Path:
     """Copy one of this project's checkpoints, including optimizer state, with another ``config.yaml``.
 
     Tensors are stored under names of the whole model, so any level or layout can load them.
@@ -325,9 +330,9 @@ def rewrite_ours(root: Path, source: Source, config: Config, *, in_fp32: bool = 
     return folder
 
 
-def write_megatron_core(root: Path, source: Source, *, on_weight: Callable[[], None] = lambda: None) -> Path:
+def write_megatron_core(root: Path, source: SourceCheckpoint, *, on_weight: Callable[[], None] = lambda: None) -> Path:
     """Write weights only: megatron-core's ``torch_dist`` in FP32 and Megatron's tracker file; returns the folder."""
-    iteration = read_description(source.folder)["iteration"] if source.format is Format.OURS else 0
+    iteration = read_description(source.folder)["iteration"] if source.format is CheckpointFormat.OURS else 0
     folder = iteration_folder(root, iteration)
     temporary = start_writing(folder)
     common = {"checkpoint_version": 3.0, "iteration": iteration}

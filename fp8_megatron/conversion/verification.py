@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..quantization.stats import snr_db
-from .conversion import Format, Source
+from .conversion import CheckpointFormat, SourceCheckpoint
 from .logits import logits_of_folder, logits_of_weights, random_tokens
 
 #: Largest difference of FP32 logits, as a fraction of the largest logit, that the order of sums explains (measured:
@@ -71,15 +71,15 @@ def has_transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def num_passes(source: Source, target: Source) -> int:
+def num_passes(source: SourceCheckpoint, target: SourceCheckpoint) -> int:
     """Forward passes, each over all layers, that `verify` makes."""
-    theirs = sum(side.format is Format.HUGGING_FACE for side in (source, target)) if has_transformers() else 0
+    theirs = sum(side.format is CheckpointFormat.HUGGING_FACE for side in (source, target)) if has_transformers() else 0
     return 2 + theirs
 
 
 def verify(
-    source: Source,
-    target: Source,
+    source: SourceCheckpoint,
+    target: SourceCheckpoint,
     stored_in: torch.dtype,
     *,
     num_tokens: int,
@@ -99,13 +99,13 @@ def verify(
     vocab_size = source.vocab_size
     tokens = random_tokens(vocab_size, batch_size=max(1, num_tokens // length), length=length, seed=seed)
 
-    def ours(side: Source) -> Tensor:
+    def ours(side: SourceCheckpoint) -> Tensor:
         return logits_of_weights(side.weights, side.config.model, tokens, on_layer=on_layer)[..., :vocab_size]
 
     before, after = ours(source), ours(target)
     comparisons = []
     for side, name, logits in ((source, source.folder, before), (target, target_name or target.folder, after)):
-        if side.format is Format.HUGGING_FACE and has_transformers():
+        if side.format is CheckpointFormat.HUGGING_FACE and has_transformers():
             theirs = logits_of_folder(side.folder, tokens, on_layer=on_layer)
             what = f"this project and transformers on {name}"
             comparisons.append(compare(what, logits, theirs, tolerance=tolerance))

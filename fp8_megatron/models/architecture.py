@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .hugging_face import HuggingFace  # imports torch
 
 
-class Place(Enum):
+class Stages(Enum):
     """Which pipeline stages hold a parameter."""
 
     FIRST = "first"
@@ -31,7 +31,7 @@ class Parameter:
     Attributes:
         key: its key in checkpoints, which stack layers along a first axis (``decoder.layers.mlp.linear_fc2.weight``).
         shape: of the whole tensor, in one layer.
-        place: the stages that hold it. The last stage has a copy of an embedding that is also the head (`is_tied`).
+        stages: that hold it. The last stage has a copy of an embedding that is also the head (`is_tied`).
         axis: the axis that tensor-parallel ranks share. None: each of them holds the whole.
         pieces: equal parts of the axis, each of which is shared (2: gate and up of a gated MLP).
         is_linear: a layer's linear weight, which is in FP8 if the layer is.
@@ -39,7 +39,7 @@ class Parameter:
 
     key: str
     shape: Shape
-    place: Place = Place.LAYERS
+    stages: Stages = Stages.LAYERS
     axis: int | None = None
     pieces: int = 1
     is_linear: bool = False
@@ -52,7 +52,7 @@ class Parameter:
 
     def whole_shape(self, num_layers: int) -> Shape:
         """The shape in a checkpoint of a model of so many layers."""
-        return (num_layers, *self.shape) if self.place is Place.LAYERS else self.shape
+        return (num_layers, *self.shape) if self.stages is Stages.LAYERS else self.shape
 
     def numel_of_rank(self, tensor_parallel_size: int) -> int:
         """Elements that one tensor-parallel rank holds, in one layer."""
@@ -65,9 +65,9 @@ class Parameter:
             num_layers: of the stage.
             is_first, is_last: whether the stage is the first, the last. One stage is both.
         """
-        if self.place is Place.LAYERS:
+        if self.stages is Stages.LAYERS:
             return num_layers
-        if self.place is Place.FIRST:
+        if self.stages is Stages.FIRST:
             return int(is_first or (is_last and self.is_tied))
         return int(is_last)
 

@@ -21,7 +21,7 @@ from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.weights import Repadded, TorchDistWeights, WeightReader, places, with_vocab_rows
 from fp8_megatron.config.schema import Config, ModelConfig
-from fp8_megatron.conversion.conversion import Format, Source, find_format, open_source
+from fp8_megatron.conversion.conversion import CheckpointFormat, SourceCheckpoint, find_format, open_source
 from fp8_megatron.conversion.hugging_face_folder import Export, HuggingFaceWeights, write_hugging_face
 from fp8_megatron.conversion.hugging_face_fp8 import FP8Layout
 from fp8_megatron.conversion.logits import logits_of_folder, logits_of_weights, random_tokens
@@ -558,7 +558,7 @@ class _Beside:
 
 
 def test_what_a_folder_holds_is_found(folders: dict[str, Path], tmp_path: Path) -> None:
-    assert find_format(folders["llama_gqa"]) == (Format.HUGGING_FACE, folders["llama_gqa"])
+    assert find_format(folders["llama_gqa"]) == (CheckpointFormat.HUGGING_FACE, folders["llama_gqa"])
     weights = HuggingFaceWeights(folders["llama_gqa"])
     (tmp_path / "iter_0000007").mkdir()
     write_torch_dist(tmp_path / "iter_0000007", weights, common={})
@@ -567,7 +567,7 @@ def test_what_a_folder_holds_is_found(folders: dict[str, Path], tmp_path: Path) 
         find_format(tmp_path)
         == find_format(tmp_path / "iter_0000007")
         == (
-            Format.MEGATRON_CORE,
+            CheckpointFormat.MEGATRON_CORE,
             tmp_path / "iter_0000007",
         )
     )
@@ -577,7 +577,7 @@ def test_what_a_folder_holds_is_found(folders: dict[str, Path], tmp_path: Path) 
             find_format(one, 8)
     with pytest.raises(CheckpointError, match="does not say which model it is; give --config"):
         open_source(tmp_path)
-    source: Source = open_source(tmp_path, config=Config(model=weights.model))
+    source: SourceCheckpoint = open_source(tmp_path, config=Config(model=weights.model))
     assert torch.equal(source.weights.read(OUTPUT_LAYER, None), weights.read(OUTPUT_LAYER, None))
     other = Config(model=replace(weights.model, num_query_groups=4))
     with pytest.raises(CheckpointError, match=r"linear_qkv.weight has shape \(3, 192, 96\), this model's is \(3, 288"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...config.model import ModelConfig
-from ..architecture import LayerShape, Parameter, Place
+from ..architecture import LayerShape, Parameter, Stages
 from ..keys import ATTENTION_NORM, LAYERS, MLP_NORM, OUTPUT_LAYER, VOCABULARY_KEYS, WORD_EMBEDDING
 
 POSITION_EMBEDDING = "embedding.position_embeddings.weight"
@@ -59,10 +59,10 @@ def parameters(model: ModelConfig, padded_vocab_size: int) -> list[Parameter]:
     """As `Architecture.parameters`."""
     hidden, vocabulary = model.hidden_size, (padded_vocab_size, model.hidden_size)
     ties = not model.untie_embeddings_and_output_weights
-    rows = [Parameter(WORD_EMBEDDING, vocabulary, Place.FIRST, 0, is_tied=ties)]
+    rows = [Parameter(WORD_EMBEDDING, vocabulary, Stages.FIRST, 0, is_tied=ties)]
     if model.position_embedding_type == "learned_absolute":
         positions = model.num_positions
-        rows.append(Parameter(POSITION_EMBEDDING, (positions, hidden), Place.FIRST))
+        rows.append(Parameter(POSITION_EMBEDDING, (positions, hidden), Stages.FIRST))
     rows += _norm(model, ATTENTION_NORM, hidden)
     rows += _linear(model, QKV, model.query_width + 2 * model.key_width, hidden)
     if model.qk_layernorm:
@@ -71,9 +71,9 @@ def parameters(model: ModelConfig, padded_vocab_size: int) -> list[Parameter]:
     rows += _norm(model, MLP_NORM, hidden)
     rows += _linear(model, FC1, model.mlp_columns, hidden)
     rows += _linear(model, FC2, hidden, model.padded_ffn_hidden_size)
-    rows += _norm(model, FINAL_NORM, hidden, Place.LAST)
+    rows += _norm(model, FINAL_NORM, hidden, Stages.LAST)
     if not ties:
-        rows.append(Parameter(OUTPUT_LAYER, vocabulary, Place.LAST, 0))
+        rows.append(Parameter(OUTPUT_LAYER, vocabulary, Stages.LAST, 0))
     return rows
 
 
@@ -91,9 +91,9 @@ def layer_shape(model: ModelConfig) -> LayerShape:
     )
 
 
-def _norm(model: ModelConfig, key: str, width: int, place: Place = Place.LAYERS) -> list[Parameter]:
+def _norm(model: ModelConfig, key: str, width: int, stages: Stages = Stages.LAYERS) -> list[Parameter]:
     parts = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
-    return [Parameter(key + part, (width,), place) for part in parts]
+    return [Parameter(key + part, (width,), stages) for part in parts]
 
 
 def _linear(model: ModelConfig, key: str, num_outputs: int, num_inputs: int) -> list[Parameter]:
