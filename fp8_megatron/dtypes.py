@@ -16,6 +16,7 @@ from .storage import (
     MX_BLOCK,
     STATE_BLOCK,
     GradReduceMode,
+    RecipeName,
     StorageDtype,
     StorageFormats,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "MX_BLOCK",
     "STATE_BLOCK",
     "GradReduceMode",
+    "RecipeName",
     "StorageDtype",
     "StorageFormats",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,9 @@ MX_BLOCK = 32
 
 #: Hopper's FP8 tensor cores take operand sizes in multiples of this.
 FP8_GEMM_MULTIPLE = 16
+
+#: The recipes of FP8 layers; `formats.recipes` says which formats each one has.
+RecipeName = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
 
 
 class StorageDtype(str, Enum):

@@ -7,15 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, LEVELS, MX_BLOCK, StorageDtype, StorageFormats
+from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, LEVELS, MX_BLOCK, RecipeName, StorageDtype, StorageFormats
 from .fields import History, LayersOrZero, Margin
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
-FP8Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
 
 #: Elements along a GEMM's sum that share a scale, in recipes whose blocks do not cross ranks.
-_BLOCKS: dict[FP8Recipe, int] = {"blockwise": GEMM_BLOCK, "mxfp8": MX_BLOCK}
+_BLOCKS: dict[RecipeName, int] = {"blockwise": GEMM_BLOCK, "mxfp8": MX_BLOCK}
 
 #: The dtypes of each kind of storage. Each companded integer is made for one moment, split for masters of FP8 weights.
 WeightDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8]
@@ -33,7 +32,7 @@ class PrecisionConfig:
     """bf16; fp16 (with a loss scale); te (Transformer Engine's FP8 GEMMs, if installed); fp8 (this project's)."""
     opt_level: OptLevel = "O3"
     """Storage with fp8. O1: FP8 weight gradients. O2: also FP8 + FP16 moments. O3: also FP8 weights, FP16 master."""
-    fp8_recipe: FP8Recipe = "delayed"
+    fp8_recipe: RecipeName = "delayed"
     """Scales of the operands of FP8 GEMMs. delayed: one per tensor, from past steps. tensorwise: one per tensor, from
     its values. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights (Hopper).
     mxfp8: one per 32 elements, a power of two (Blackwell)."""

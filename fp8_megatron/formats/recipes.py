@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
 
+from ..storage import RecipeName
 from . import blockwise, mxfp8, tensorwise
 from .format import Roles
-
-RecipeName = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
 
 _ROLES: dict[RecipeName, Callable[[bool], Roles]] = {
     "tensorwise": tensorwise.roles,

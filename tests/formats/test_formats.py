@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
-from fp8_megatron.config.precision import FP8Recipe, PrecisionConfig
+from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.dtypes import STATE_BLOCK, StorageDtype
 from fp8_megatron.formats.recipes import RecipeName, roles_of
 from fp8_megatron.nn.module import FP8Linear
@@ -19,7 +19,7 @@ OPERANDS = [(recipe, role) for recipe in RECIPES for role in ("input", "weight",
 
 
 def test_the_configuration_knows_every_recipe() -> None:
-    assert get_args(FP8Recipe) == RECIPES
+    assert get_args(get_type_hints(PrecisionConfig)["fp8_recipe"]) == RECIPES
     for name in RECIPES:
         assert PrecisionConfig(fp8_recipe=name).gemm_multiple == roles_of(name, False).input.size_multiple
 
