@@ -12,6 +12,8 @@ from .words import whole_number
 
 #: Layers that a pattern may describe: `fields.Layers`' limit.
 _MOST_LAYERS = 100_000
+#: Switches that choose the MLP's activation. Without one it is GELU.
+ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 #: Kinds of position embedding that rotate query and key.
 ROTARY_KINDS = ("rope", "yarn")
 #: What RoPE reads unless it is scaled by YaRN.
@@ -191,9 +193,14 @@ class ModelConfig:
     Windows and --reset-attention-mask run in flash."""
 
     @property
+    def given_activations(self) -> list[str]:
+        """Those of `ACTIVATIONS` that are set. A model has one at most."""
+        return [name for name in ACTIVATIONS if getattr(self, name)]
+
+    @property
     def activation(self) -> str:
         """The MLP's activation, as `kernels.activation` names it."""
-        given = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(self, name)]
+        given = self.given_activations
         if given:
             return given[0]
         is_fused = self.bias_gelu_fusion and not self.disable_bias_linear

@@ -82,7 +82,7 @@ def _rope_problems(config: Config) -> Iterator[str]:
 
 
 def _activation_problems(config: Config) -> Iterator[str]:
-    given = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(config.model, name)]
+    given = config.model.given_activations
     if len(given) > 1:
         yield f"{' and '.join(given)} are different activations of one MLP; give one of them"
 

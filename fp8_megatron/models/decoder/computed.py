@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...config.model import ROTARY_KINDS, SETTINGS_WITHOUT_YARN, YARN_SETTINGS, ModelConfig
+from ...config.model import ACTIVATIONS, ROTARY_KINDS, SETTINGS_WITHOUT_YARN, YARN_SETTINGS, ModelConfig
 
 #: Settings that choose GELU's form, beside --disable-bias-linear.
 _FORM_OF_GELU = ("bias_gelu_fusion", "use_te_activation_func")
@@ -15,9 +15,7 @@ computed_settings = (
     "num_attention_heads",
     "normalization",
     "norm_epsilon",
-    "swiglu",
-    "squared_relu",
-    "quick_geglu",
+    *ACTIVATIONS,
     *_FORM_OF_GELU,
     "position_embedding_type",
     "rotary_percent",
