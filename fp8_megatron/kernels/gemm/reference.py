@@ -155,6 +155,21 @@ def check_block_scaled_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tens
     _fine_blocks.add(key)
 
 
+def _check_sum(out: Tensor, shape: tuple[int, int], bias: Tensor | None, addend: Tensor | None) -> None:
+    assert out.shape == shape and out.is_contiguous(), (out.shape, shape)
+    assert bias is None or out.dtype == bias.dtype != torch.float32, (bias, out.dtype)
+    if addend is not None:
+        _check_addend(out, addend)
+
+
+def _write_sum_(out: Tensor, product: Tensor, bias: Tensor | None, addend: Tensor | None) -> None:
+    """``product + bias + addend``, FP32 as `product` is, rounded to `out`'s dtype once."""
+    for summand in (bias, addend):
+        if summand is not None:
+            product += summand.float()
+    out.copy_(product)
+
+
 def _check_block_scaled_mm_into(
     out: Tensor,
     a: Tensor,
@@ -165,10 +180,7 @@ def _check_block_scaled_mm_into(
     addend: Tensor | None,
 ) -> None:
     check_block_scaled_mm(a, b, scales_a, scales_b)
-    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
-    assert bias is None or out.dtype == bias.dtype != torch.float32, (bias, out.dtype)
-    if addend is not None:
-        _check_addend(out, addend)
+    _check_sum(out, (a.shape[0], b.shape[0]), bias, addend)
 
 
 @operator(gpu=".cuda", mutates=["out"], check=_check_block_scaled_mm_into)
@@ -197,11 +209,7 @@ def block_scaled_mm_into_(
     Raises:
         ValueError: see `check_block_scaled_mm`.
     """
-    product = dequantize_blocks(a, scales_a) @ dequantize_blocks(b, scales_b).t()
-    for summand in (bias, addend):
-        if summand is not None:
-            product += summand.float()
-    out.copy_(product)
+    _write_sum_(out, dequantize_blocks(a, scales_a) @ dequantize_blocks(b, scales_b).t(), bias, addend)
 
 
 def check_mx_mm(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor) -> None:
@@ -234,10 +242,7 @@ def _check_mx_mm_into(
     addend: Tensor | None,
 ) -> None:
     check_mx_mm(a, b, scales_a, scales_b)
-    assert out.shape == (a.shape[0], b.shape[0]) and out.is_contiguous(), (out.shape, a.shape, b.shape)
-    assert bias is None or out.dtype == bias.dtype != torch.float32, (bias, out.dtype)
-    if addend is not None:
-        _check_addend(out, addend)
+    _check_sum(out, (a.shape[0], b.shape[0]), bias, addend)
 
 
 @operator(gpu=".mx_cuda", mutates=["out"], check=_check_mx_mm_into)
@@ -262,8 +267,4 @@ def mx_mm_into_(
     Raises:
         ValueError: see `check_mx_mm`.
     """
-    product = dequantize_mx(a, scales_a) @ dequantize_mx(b, scales_b).t()
-    for summand in (bias, addend):
-        if summand is not None:
-            product += summand.float()
-    out.copy_(product)
+    _write_sum_(out, dequantize_mx(a, scales_a) @ dequantize_mx(b, scales_b).t(), bias, addend)
