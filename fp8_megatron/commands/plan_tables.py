@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.checks import check_config
+from ..config.checks import ConfigError, check_config
+from ..config.io import parse_config
+from ..config.parallel import PIPELINE_SETTINGS
 from ..config.schema import Config
+from ..config.words import flag_with
+from ..outputs import write_output
 from ..planning.activations import PeakBytes, predict_peak
+from ..planning.largest import largest_model, num_parameters
+from ..planning.layouts import ROOM, Cluster
+from ..planning.longest import CHUNK, longest_sequences
 from ..planning.memory import padded_vocab_size
 from ..reporting.tables import table_text
 
 if TYPE_CHECKING:
     from ..training.rank_build import RankMemory
-import io
-from pathlib import Path
-
-from ..config.checks import ConfigError
-from ..config.io import parse_config
-from ..config.parallel import PIPELINE_SETTINGS
-from ..config.words import flag_with
-from ..outputs import write_output
-from ..planning.largest import largest_model, num_parameters
-from ..planning.layouts import ROOM, Cluster
-from ..planning.longest import CHUNK, longest_sequences
 
 #: A model whose width, layers and heads are varied. Flags of the command line stand behind these, so they win.
 _BASE = (

@@ -73,19 +73,16 @@ class FP8DistributedOptimizer(SpaceOptimizer):
         self._releases = storage.releases_gradients
         #: bool [1]: whether the backward of this step has updated a parameter.
         self._released_moved = torch.zeros(1, dtype=torch.bool, device=device)
-        buffers = [buffer for chunk in model for buffer in chunk.grad_buffers]
-        groups = [_param_group(buffer.space, settings) for buffer in buffers]
+        owned = [(chunk, buffer) for chunk in model for buffer in chunk.grad_buffers]
+        groups = [_param_group(buffer.space, settings) for _, buffer in owned]
         super().__init__(groups, {}, rule=settings.rule, storage=storage, histories=histories, device=device)
         self._spaces: list[OptimizedSpace] = []
-        for buffer, group in zip(buffers, groups, strict=True):
-            self._spaces.append(OptimizedSpace(buffer, self.build_state(buffer.space, group), group))
-        self._every_slot = [[True] * len(buffer.space.slots) for buffer in buffers]
-        of_space = {id(space.space): space.state for space in self._spaces}
-        for chunk in model:
-            for buffer in chunk.grad_buffers:
-                gather = of_space[id(buffer.space)].gather
-                if gather is not None:
-                    chunk.receive_weights_through(gather)
+        for (chunk, buffer), group in zip(owned, groups, strict=True):
+            state = self.build_state(buffer.space, group)
+            self._spaces.append(OptimizedSpace(buffer, state, group))
+            if state.gather is not None:
+                chunk.receive_weights_through(state.gather)
+        self._every_slot = [[True] * len(buffer.space.slots) for _, buffer in owned]
         self._take_released()
 
     @property
