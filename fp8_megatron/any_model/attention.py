@@ -22,8 +22,7 @@ from ..nn.module import FP8Linear, compute_dtype
 from ..nn.split_linear import fp8_split_linear
 from ..quantization.recipe import Recipe
 from ..quantization.scaled_tensor import ScaledTensor
-from .child_names import ChildNames
-from .notes import keep_notes
+from .module_swap import ChildNames, keep_notes
 
 _Three = tuple[Tensor, Tensor, Tensor]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import logging
+import weakref
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import TypeVar
 
@@ -12,14 +15,15 @@ from ..device.group import Group
 from ..dtypes import LEVELS
 from ..errors import UserError
 from ..formats.recipes import RecipeName
-from ..nn.module import NO_TENSOR_PARALLELISM
+from ..nn.module import NO_TENSOR_PARALLELISM, FP8Linear
+from ..nn.recomputed import Recomputations
 from ..quantization.recipe import Recipe
 from .build import build_optimizer
 from .linears import LinearFilter, is_fp8, replace_linears
-from .old_weights import warn_of_old_weights
 from .optimizer import FP8Optimizer, is_sharded
-from .recompute import warn_of_vain_search
-from .torch_optimizers import check_optimizer, check_params
+from .torch_optimizers import check_optimizer, check_params, look_before_steps
+
+logger = logging.getLogger(__name__)
 
 LEVEL_NAMES = ("O1", "O2", "O3")
 
@@ -105,8 +109,8 @@ def initialize(
         process_group=process_group,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
-    warn_of_vain_search(model, built)
-    warn_of_old_weights(names, replaced, built)
+    _warn_of_vain_recomputing(model, built)
+    _warn_of_old_weights(names, replaced, built)
     return model, built
 
 
@@ -201,10 +205,58 @@ def _initialize_sharded(
             f"recompute_activations to replace_linears before it; the ranks are those of its mesh"
         )
     sharded = build_sharded_optimizer(model, optimizer, opt_level)
-    warn_of_vain_search(model, sharded)
+    _warn_of_vain_recomputing(model, sharded)
     return sharded
 
 
 def _is_fully_sharded(model: torch.nn.Module) -> bool:
     """Whether torch's ``fully_shard`` was called on the model or on a part of it."""
     return any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
+
+
+def _warn_of_old_weights(
+    names: Mapping[torch.nn.Parameter, str],
+    replaced: Iterable[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Warn at the first step if weights of `replaced` are still alive.
+
+    A list of parameters that was made before is the usual reason. Clipping that list leaves out the weights of the
+    model, which have no gradient there, and the old weights keep their memory.
+    """
+    weights = {names[param]: weakref.ref(param) for param in replaced if param in names}
+
+    def look(_: torch.optim.Optimizer) -> bool:
+        alive = [name for name, weight in weights.items() if weight() is not None]
+        if alive:
+            logger.warning(
+                "%d weights are still held as they were before FP8 (%s): the model has others now, so clipping or logs "
+                "that go through a list of the old ones leave them out, and the old ones keep their memory. Take "
+                "model.parameters() after initialize",
+                len(alive),
+                ", ".join(alive[:3]) + (", …" if len(alive) > 3 else ""),
+            )
+        return True
+
+    look_before_steps(optimizer, look)
+
+
+def _warn_of_vain_recomputing(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Warn at the first step with a gradient if the layers that should compute inputs again have found none."""
+    layers = [module for module in model.modules() if isinstance(module, FP8Linear)]
+    for recomputations in {layer.recomputations for layer in layers}:
+        if recomputations is not None:
+            look_before_steps(optimizer, partial(_look_for_recomputing, recomputations))
+
+
+def _look_for_recomputing(recomputations: Recomputations, optimizer: torch.optim.Optimizer) -> bool:
+    """Warn if a step has a gradient and nothing was found; whether the step has one."""
+    if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+        return False
+    if not recomputations.were_found:
+        logger.warning(
+            "recompute_activations does nothing: before the first step no trained FP8 layer took the output of "
+            "GELU, SiLU or a product of two tensors of one shape, outside of hooks of saved tensors "
+            "(torch.utils.checkpoint); leave it out"
+        )
+    return True

@@ -16,15 +16,15 @@ from ..formats.recipes import RecipeName
 from ..nn.conv1d import FP8Conv1D
 from ..nn.derived import fp8_class, multiplies_as_linear
 from ..nn.module import NO_TENSOR_PARALLELISM, FP8Linear
+from ..nn.recomputed import Recomputations
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe
 from ..quantization.weight_shards import stored_part
 from . import attention, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
 from .heads import language_heads
-from .notes import has_hooks, keep_notes
+from .module_swap import has_hooks, keep_notes
 from .optimizer import is_sharded
-from .recompute import recompute_inputs
 from .report import STAYS, report
 from .te_layers import FP8LayerNormMLP
 from .te_modules import check_stays, convert_te, te_kind, te_weights
@@ -105,7 +105,7 @@ def replace_linears(
             slots[name] = list(module.quantizers.slots())
     _close_fast_paths(model)
     if recompute_activations:
-        recompute_inputs(model)
+        _recompute_inputs(model)
     if recipe.history is not None and slots:
         recipe.history.name_layers(slots)
         recipe.history.allocate(next(iter(replaced.values())).device)
@@ -307,3 +307,13 @@ def _close_fast_paths(model: torch.nn.Module) -> None:
 
 def _holds_fp8(module: torch.nn.Module) -> bool:
     return any(isinstance(child, FP8Linear) for child in module.modules())
+
+
+def _recompute_inputs(model: torch.nn.Module) -> None:
+    """Let the FP8 layers of `model` compute their inputs again in backward, where they can."""
+    recomputations = Recomputations()
+    layers = [module for module in model.modules() if isinstance(module, FP8Linear)]
+    for layer in layers:
+        layer.recomputations = recomputations
+    if not layers:
+        logger.warning("recompute_activations does nothing: the model has no FP8Linear; leave it out")

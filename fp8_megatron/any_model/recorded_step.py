@@ -28,7 +28,7 @@ from ..graphs.recorder import CudaRecorder, Recorder
 from ..quantization.amax_history import AmaxHistory
 from .build import delayed_scales
 from .gradients import ParamGrad
-from .nests import flattened, rebuilt
+from .pytrees import flattened, rebuilt
 from .recorded_grads import Change, RecordedGrads
 from .transformers_masks import TransformersMasks
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from ..dtypes import StorageDtype
 from ..errors import UserError
 from ..quantization.recipe import Recipe
-from .notes import has_hooks, keep_notes
-from .te_activations import ACTIVATIONS
-from .te_layers import FP8LayerNormLinear, FP8LayerNormMLP, FP8TELinear, NormSettings
+from .module_swap import has_hooks, keep_notes
+from .te_layers import ACTIVATIONS, FP8LayerNormLinear, FP8LayerNormMLP, FP8TELinear, NormSettings
 
 #: The modules that become FP8.
 _KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP")

@@ -105,7 +105,8 @@ class Resumable:
     def slots(self) -> Iterator[tuple[SpaceState, Slot, Placement]]:
         """Every parameter of this model-parallel rank, with its placement in the model."""
         for state, slot in self.optimizer.slots():
-            yield state, slot, self.placement(slot)
+            assert slot.region is not None, slot.name
+            yield state, slot, placement_of(slot.name, slot.region, self.config.model.num_layers)
 
     @property
     def is_trained(self) -> bool:
@@ -116,10 +117,6 @@ class Resumable:
     def kinds(self) -> tuple[str, ...]:
         """The kinds of state of each parameter."""
         return (MASTER, *(spec.name for spec in self.optimizer.rule_states))
-
-    def placement(self, slot: Slot) -> Placement:
-        """Where a parameter lies in the model."""
-        return placement_of(slot.name, self.topology.region_of(slot.param), self.config.model.num_layers)
 
 
 @dataclass(frozen=True)

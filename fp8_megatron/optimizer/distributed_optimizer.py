@@ -135,7 +135,7 @@ class FP8DistributedOptimizer(SpaceOptimizer):
     def _take_released(self) -> None:
         """Update each parameter of a released space as soon as its gradient is written."""
         for space in self._spaces:
-            if isinstance(space.buffer, ReleasedGradBuffer):
+            if space.state.is_trained and isinstance(space.buffer, ReleasedGradBuffer):
                 assert self.settings.clip_grad == 0, (
                     f"clip_grad({self.settings.clip_grad}) with gradients that are released"
                 )

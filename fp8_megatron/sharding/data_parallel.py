@@ -14,7 +14,7 @@ import torch
 from ..collectives.gradient_reduction import GradReducer, build_reducer
 from ..dtypes import GradReduceMode, StorageDtype
 from ..quantization.scaled_tensor import ScaledTensor
-from .gradient import GradBuffer, NoGradBuffer
+from .gradient import GradBuffer
 from .partition import ParamSpace, StorageClass, partition
 from .region import Region
 from .released_grads import ReleasedGradBuffer
@@ -169,9 +169,9 @@ def build_grad_buffer(
     space: ParamSpace, storage: ModelStorage, exchange: Exchange, staging: StagingPools
 ) -> GradBuffer:
     """The gradient buffer that a space's storage and replicas ask for."""
-    if not storage.is_trained:
-        return NoGradBuffer(space)
     formats = storage.of_grads(space.storage, space.dtype)
+    if not storage.is_trained:  # nobody takes its gradients
+        return ReleasedGradBuffer(space, formats.local)
     if space.replicas.size > 1:
         return _build_sharded(space, formats, exchange, staging, storage.num_micro_batches)
     if not formats.is_released:

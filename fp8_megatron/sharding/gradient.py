@@ -6,9 +6,9 @@ in which form, where, and what happens when a gradient is complete:
 - `whole_grads.WholeGradBuffer`, one replica: all of the space is on this rank.
 - `sharded_grads.ShardedGradBuffer`, several replicas: gradients leave during backward, and this rank keeps its shard of
   the mean.
-- `released_grads.ReleasedGradBuffer`, one replica: no storage, the optimizer takes each gradient as it is written.
+- `released_grads.ReleasedGradBuffer`, one replica: no storage, the optimizer takes each gradient as it is written. A
+  model that is evaluated has one from which nobody takes any.
 - `any_model.dtensor_grads.DTensorGradBuffer`: torch's ``fully_shard`` stores them in ``p.grad``.
-- `NoGradBuffer`: a model that is evaluated has none.
 
 A layer asks for the place of a weight's gradient, its GEMM writes there, and the layer says so: `Gradient.place`,
 `Gradient.written`. Where there is no one place, and for all other parameters, it gives the values: `accumulate_`.
@@ -284,23 +284,3 @@ class GradBuffer(ABC):
             ops.count_underflow_(grad, payload[: grad.numel()], self.underflow)
         if probe is not None and wide is not None:
             probe.measure_blocks(wide.view(-1), payload, scales)
-
-
-class NoGradBuffer(GradBuffer):
-    """Of a space that is evaluated and not trained: no storage, and no gradient may come."""
-
-    def __init__(self, space: ParamSpace) -> None:
-        super().__init__(space)
-        self.payload = torch.empty(0, device=space.device)
-
-    def add(self, gradient: Gradient, grad: Tensor) -> None:
-        raise AssertionError(f"{gradient.slot.name}: a gradient of a model that was built for evaluation")
-
-    def reset(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
-        raise AssertionError("a training step of a model that was built for evaluation")
-
-    def finish(self) -> None:
-        self.reset()
-
-    def non_finite_slots(self) -> list[str]:
-        return []

@@ -16,8 +16,7 @@ from torch import Tensor
 
 import fp8_megatron
 from fp8_megatron.any_model import plain_model, replace_linears, report
-from fp8_megatron.any_model.te_activations import ACTIVATIONS
-from fp8_megatron.any_model.te_layers import FP8LayerNormLinear, FP8LayerNormMLP, FP8TELinear
+from fp8_megatron.any_model.te_layers import ACTIVATIONS, FP8LayerNormLinear, FP8LayerNormMLP, FP8TELinear
 from fp8_megatron.errors import UserError
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
