@@ -25,6 +25,9 @@ from .attention.reference import AttentionGradCasts, AttentionInputs, WrittenCas
 from .cross_entropy import reference as _cross_entropy
 from .cross_entropy.reference import KEPT, PAYLOAD_SCALE
 from .gemm import reference as _gemm
+from .grouped import activation_reference as _expert_activation
+from .grouped import rows_reference as _rows
+from .grouped.rows_reference import GROUP_ROWS, most_rows
 from .health import reference as _health
 from .health.reference import LOWEST_EXPONENT, NUM_MAXIMA, NUM_STATISTICS, Statistic, measured_block
 from .norm import reference as _norm
@@ -81,6 +84,14 @@ activation_amax = callable_of(_activation.activation_amax)
 activation_backward_amax = callable_of(_activation.activation_backward_amax)
 activation_quantize = callable_of(_activation.activation_quantize)
 activation_backward_quantize = callable_of(_activation.activation_backward_quantize)
+
+routed_rows = callable_of(_rows.routed_rows)
+gather_rows = callable_of(_rows.gather_rows)
+sum_rows = callable_of(_rows.sum_rows)
+expert_activation_amax = callable_of(_expert_activation.expert_activation_amax)
+expert_activation_backward_amax = callable_of(_expert_activation.expert_activation_backward_amax)
+expert_activation_quantize = callable_of(_expert_activation.expert_activation_quantize)
+expert_activation_backward_quantize = callable_of(_expert_activation.expert_activation_backward_quantize)
 
 cross_entropy_statistics = callable_of(_cross_entropy.cross_entropy_statistics)
 cross_entropy_backward_ = callable_of(_cross_entropy.cross_entropy_backward_)

@@ -114,7 +114,7 @@ def test_the_exact_gelu_keeps_its_tail() -> None:
     grad = normal(*z.shape, seed=1)
     expected.backward(grad.double())
     torch.testing.assert_close(activation.activation(z, "gelu_erf").double(), expected.detach(), rtol=1e-5, atol=0)
-    found = activation._grad_of_input(grad, z, "gelu_erf").double()
+    found = activation.grad_of_input(grad, z, "gelu_erf").double()
     torch.testing.assert_close(found, exact.grad, rtol=1e-5, atol=1e-7)
 
 

@@ -39,6 +39,12 @@ def _mx_scales(rows: int, columns: int) -> Tensor:
     return torch.rand(rows, columns // 32).to(torch.float8_e8m0fnu)
 
 
+def _routing_map() -> Tensor:
+    """Each token to two of three experts, or to fewer; every expert has one."""
+    token = torch.arange(T)[:, None]
+    return ((token + torch.arange(3)) % 3 > 0) & (token % 5 > 0)
+
+
 def samples() -> dict[str, list[tuple[Any, ...]]]:
     """Operator → arguments of the specification; each optional argument is given in one of them and not in another."""
     x, weight, vector = torch.randn(T, K).bfloat16(), torch.rand(K).bfloat16(), torch.rand(T)
@@ -65,6 +71,10 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     attention = ops.AttentionInputs(*heads, scale, scale, scale)
     written = ops.AttentionGradCasts(*(ops.WrittenCast(one, one, torch.zeros(1)) for _ in range(4)))
     of_heads, log_sums = torch.randn(64, 2, 4, 128), 5 * torch.ones(2, 4, 64)
+    offsets, source, rows_of_tokens = ops.routed_rows(_routing_map(), 3 * 128, 2)
+    probs = torch.where(source < 0, 0.0, torch.rand(3 * 128))
+    of_experts, grad_of_experts = torch.randn(3 * 128, 2 * K).bfloat16(), torch.randn(3 * 128, K).bfloat16()
+    gated, plain_experts = (of_experts, probs, offsets), (of_experts[:, :K].contiguous(), probs, offsets)
     return {
         "amax": [(x,)],
         "quantize_current": [(x, E4M3, False, True, True), (x, E5M2, True, False, True)],
@@ -134,6 +144,28 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (x, x, "gelu_erf", E5M2, None, False, None, E4M3, scale, True),
             (x, z, "quick_geglu", E5M2, scale, False, amax, E4M3, scale, True),
             (x, x, "squared_relu", E5M2, None, False, None, E4M3, scale, True),
+        ],
+        "routed_rows": [(_routing_map(), 4 * 128, 2), (_routing_map(), 3 * 128, 3)],
+        "gather_rows": [
+            (_fp8(T, K), source, 3, offsets, True, True),
+            (_fp8(T, K, E5M2), source, 3, offsets, False, True),
+            (x, source, 3, offsets, True, False),
+        ],
+        "sum_rows": [(of_experts, rows_of_tokens)],
+        "expert_activation_amax": [(*gated, "swiglu"), (*plain_experts, "squared_relu")],
+        "expert_activation_backward_amax": [
+            (grad_of_experts, *gated, "swiglu"),
+            (grad_of_experts, *plain_experts, "squared_relu"),
+        ],
+        "expert_activation_quantize": [
+            (*gated, "swiglu", E4M3, None, False, None),
+            (*plain_experts, "squared_relu", E4M3, scale, False, amax),
+            (*gated, "quick_geglu", E4M3, scale, False, torch.zeros(3)),
+        ],
+        "expert_activation_backward_quantize": [
+            (grad_of_experts, *gated, "swiglu", E5M2, None, True, None, E4M3, scale),
+            (grad_of_experts, *plain_experts, "squared_relu", E5M2, scale, False, amax, E4M3, scale),
+            (grad_of_experts, *gated, "quick_geglu", E5M2, scale, False, torch.zeros(3), E4M3, scale),
         ],
         "cross_entropy_statistics": [(x, labels, 0, K), (x, labels, 3, 0)],
         "cross_entropy_backward_": [(x.clone(), labels, vector, vector, 2, K - 3)],

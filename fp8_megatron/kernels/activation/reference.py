@@ -75,10 +75,10 @@ def activation_amax(z: Tensor, kind: str) -> Tensor:
 @operator(gpu=".triton", fake=lambda z: fp32(z, 1))
 def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
     """Amax of the gradient of `z`, FP32 [1], without writing it; `grad` [T, F] is the activation's."""
-    return amax(_grad_of_input(grad, z, kind))
+    return amax(grad_of_input(grad, z, kind))
 
 
-def _grad_of_input(grad: Tensor, z: Tensor, kind: str) -> Tensor:
+def grad_of_input(grad: Tensor, z: Tensor, kind: str) -> Tensor:
     _, derivatives = _value_and_derivatives(z, kind)
     return torch.cat([grad.float() * derivative for derivative in derivatives], dim=1)
 
@@ -157,7 +157,7 @@ def activation_backward_quantize(
         payload [T, Z] and its transpose [Z, T] in `dtype`, Z the columns of z; the activation [F, T] in
         `activation_dtype`; column sums FP32 [Z] (or empty); the scale taken, FP32 [1] (empty if it was given).
     """
-    grad_z = _grad_of_input(grad, z, kind)
+    grad_z = grad_of_input(grad, z, kind)
     payload, taken = quantize_with_or_without_scale(grad_z, dtype, scale, power_of_two, amax_out)
     activation_t = encode(activation(z, kind), activation_scale, activation_dtype).t().contiguous()
     sums = grad_z.sum(dim=0) if column_sums else grad_z.new_empty(0)

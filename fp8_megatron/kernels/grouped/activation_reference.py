@@ -1,0 +1,149 @@
+"""The specification of an expert's activation fused with its casts to FP8, in plain PyTorch.
+
+The rows are those of `rows_reference`. A row's activation is multiplied with its probability, in FP32, where it is
+made. The formulas are those of `activation`. Rows of padding have the probability 0 and finite z, which makes zeros.
+Amaxes and records do not see the rows from ``offsets[E]`` on, and the payloads there mean nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...dtypes import FP8_DTYPES
+from ..activation.reference import INPUTS, activation, grad_of_input
+from ..quantize.reference import quantize_with_or_without_scale
+from ..reference import amax, encode
+from ..registration import operator
+from ..shapes import fp32, layouts, taken_scale
+from .rows_reference import GROUP_ROWS
+
+
+def _check_activation(z: Tensor, probs: Tensor, kind: str) -> None:
+    assert z.ndim == 2 and kind in INPUTS and len(z) % GROUP_ROWS == 0, (z.shape, kind)
+    assert probs.shape == z.shape[:1] and probs.dtype == torch.float32, (probs.shape, probs.dtype)
+
+
+def _check_grad(grad: Tensor, z: Tensor, probs: Tensor, kind: str) -> None:
+    _check_activation(z, probs, kind)
+    assert grad.shape == (len(z), z.shape[1] // INPUTS[kind]), (grad.shape, z.shape, kind)
+
+
+def _values(z: Tensor, probs: Tensor, kind: str) -> Tensor:
+    return probs[:, None] * activation(z, kind)
+
+
+def _grads(grad: Tensor, z: Tensor, probs: Tensor, kind: str) -> Tensor:
+    return grad_of_input(probs[:, None] * grad.float(), z, kind)
+
+
+def _amax(values: Tensor, offsets: Tensor) -> Tensor:
+    rows = values[: int(offsets[-1])]
+    return amax(rows) if len(rows) else fp32(values, 1).zero_()
+
+
+def _cast(
+    values: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Payload of FP32 `values` [R, C], and the scale that was taken from the groups' amax (empty if one was given)."""
+    rows = values[: int(offsets[-1])]
+    payload = torch.zeros_like(values, dtype=dtype)
+    if not len(rows):
+        return payload, taken_scale(values, scale).fill_(1.0)
+    payload[: len(rows)], taken = quantize_with_or_without_scale(rows, dtype, scale, power_of_two, amax_out)
+    return payload, taken
+
+
+@operator(gpu=None, fake=lambda z: fp32(z, 1), check=_check_activation)
+def expert_activation_amax(z: Tensor, probs: Tensor, offsets: Tensor, kind: str) -> Tensor:
+    """Amax of what `expert_activation_quantize` casts, FP32 [1], without writing it."""
+    return _amax(_values(z, probs, kind), offsets)
+
+
+@operator(gpu=None, fake=lambda z: fp32(z, 1), check=_check_grad)
+def expert_activation_backward_amax(grad: Tensor, z: Tensor, probs: Tensor, offsets: Tensor, kind: str) -> Tensor:
+    """Amax of the gradient of z that `expert_activation_backward_quantize` casts, FP32 [1], without writing it."""
+    return _amax(_grads(grad, z, probs, kind), offsets)
+
+
+@operator(
+    gpu=None,
+    fake=lambda z, kind, dtype, scale: (
+        z.new_empty((len(z), z.shape[1] // INPUTS[kind]), dtype=dtype),
+        taken_scale(z, scale),
+    ),
+    mutates=["amax_out"],
+    check=_check_activation,
+)
+def expert_activation_quantize(
+    z: Tensor,
+    probs: Tensor,
+    offsets: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Activate `z` [R, Z], multiply each row with its probability, and quantise the result.
+
+    Args:
+        probs: FP32 [R].
+        offsets: int32 [E + 1] of `routed_rows`.
+        scale, power_of_two, amax_out: as in `activation_quantize`.
+
+    Returns:
+        payload [R, F]; the scale taken, FP32 [1] (empty if it was given).
+    """
+    assert dtype in FP8_DTYPES, dtype
+    return _cast(_values(z, probs, kind), offsets, dtype, scale, power_of_two, amax_out)
+
+
+@operator(
+    gpu=None,
+    fake=lambda grad, z, dtype, scale, activation_dtype: (
+        *layouts(z, dtype),
+        layouts(grad, activation_dtype)[1],
+        fp32(z, len(z)),
+        taken_scale(z, scale),
+    ),
+    mutates=["amax_out"],
+    check=_check_grad,
+)
+def expert_activation_backward_quantize(
+    grad: Tensor,
+    z: Tensor,
+    probs: Tensor,
+    offsets: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None,
+    power_of_two: bool = False,
+    amax_out: Tensor | None = None,
+    activation_dtype: torch.dtype,
+    activation_scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From one read: the gradient of z in FP8 in both layouts, the transposed activation in FP8, and the gradient of
+    the probabilities.
+
+    Args:
+        grad: gradient of the activation times its probability, [R, F].
+        scale, power_of_two, amax_out: for the gradient of z, as in `activation_quantize`.
+        activation_scale: the scale that quantised the activation in the forward.
+
+    Returns:
+        payload [R, Z] and its transpose [Z, R] in `dtype`; the activation times its probability [F, R] in
+        `activation_dtype`; the gradient of the probabilities FP32 [R]; the scale taken, FP32 [1] (empty if it was
+        given).
+    """
+    payload, taken = _cast(_grads(grad, z, probs, kind), offsets, dtype, scale, power_of_two, amax_out)
+    activation_t = encode(_values(z, probs, kind), activation_scale, activation_dtype).t().contiguous()
+    grad_probs = (grad.float() * activation(z, kind)).sum(dim=1)
+    return payload, payload.t().contiguous(), activation_t, grad_probs, taken
