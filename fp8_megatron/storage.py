@@ -24,6 +24,8 @@ MX_BLOCK = 32
 
 #: Hopper's FP8 tensor cores take operand sizes in multiples of this.
 FP8_GEMM_MULTIPLE = 16
+#: The rows of each expert start at a multiple of this. The rows between are padding.
+GROUP_ROWS = 128
 
 #: The recipes of FP8 layers; `formats.recipes` says which formats each one has.
 RecipeName = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]

@@ -26,8 +26,9 @@ from .cross_entropy import reference as _cross_entropy
 from .cross_entropy.reference import KEPT, PAYLOAD_SCALE
 from .gemm import reference as _gemm
 from .grouped import activation_reference as _expert_activation
+from .grouped import gemm_reference as _grouped_gemm
 from .grouped import rows_reference as _rows
-from .grouped.rows_reference import GROUP_ROWS, most_rows
+from .grouped.rows_reference import most_rows
 from .health import reference as _health
 from .health.reference import LOWEST_EXPONENT, NUM_MAXIMA, NUM_STATISTICS, Statistic, measured_block
 from .norm import reference as _norm
@@ -71,6 +72,10 @@ scaled_mm_into_ = callable_of(_gemm.scaled_mm_into_)
 scaled_mm_to_fp8_ = callable_of(_gemm.scaled_mm_to_fp8_)
 block_scaled_mm_into_ = callable_of(_gemm.block_scaled_mm_into_)
 mx_mm_into_ = callable_of(_gemm.mx_mm_into_)
+
+grouped_mm = callable_of(_grouped_gemm.grouped_mm)
+grouped_wgrad_ = callable_of(_grouped_gemm.grouped_wgrad_)
+grouped_wgrad_to_fp8_ = callable_of(_grouped_gemm.grouped_wgrad_to_fp8_)
 
 norm_amax = callable_of(_norm.norm_amax)
 norm_quantize = callable_of(_norm.norm_quantize)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.dtypes import E4M3, E5M2
+from fp8_megatron.dtypes import E4M3, E5M2, GROUP_ROWS
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.quantization.stats import snr_db
 from tests.kernels.test_fused import E4M3_DB, E5M2_DB, double_activation, normal
@@ -44,12 +44,12 @@ def test_rows_of_experts(kind: str) -> None:
     wanted, at = torch.full((num_rows,), -1), 0
     of_tokens: list[list[int]] = [[] for _ in range(TOKENS)]
     for expert in range(EXPERTS):
-        assert offsets[expert] == at and at % ops.GROUP_ROWS == 0
+        assert offsets[expert] == at and at % GROUP_ROWS == 0
         tokens = [token for token in range(TOKENS) if chosen[token, expert]]
         for place, token in enumerate(tokens):
             wanted[at + place] = token * EXPERTS + expert
             of_tokens[token].append(at + place)
-        at += math.ceil(len(tokens) / ops.GROUP_ROWS) * ops.GROUP_ROWS
+        at += math.ceil(len(tokens) / GROUP_ROWS) * GROUP_ROWS
     assert offsets[EXPERTS] == at <= num_rows
     assert torch.equal(source, wanted.int())
     assert rows.tolist() == [of_token + [-1] * (TOP_K - len(of_token)) for of_token in of_tokens]

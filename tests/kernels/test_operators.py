@@ -75,13 +75,14 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     probs = torch.where(source < 0, 0.0, torch.rand(3 * 128))
     of_experts, grad_of_experts = torch.randn(3 * 128, 2 * K).bfloat16(), torch.randn(3 * 128, K).bfloat16()
     gated, plain_experts = (of_experts, probs, offsets), (of_experts[:, :K].contiguous(), probs, offsets)
+    groups = torch.tensor([0, 128, 128, 256], dtype=torch.int32)  # the second expert has no rows
     return {
         "amax": [(x,)],
         "quantize_current": [(x, E4M3, False, True, True), (x, E5M2, True, False, True)],
         "quantize_with_scale": [(x, scale, E4M3, True, True, amax), (x, scale, E5M2, True, False, None)],
         "quantize_grad_output": [(x, E5M2, None, True, None, True), (x, E5M2, scale, False, amax, False)],
         "quantize_qkv_grad": [(qkv, E5M2, None, False, None, True), (qkv, E5M2, scale, False, amax, False)],
-        "transpose": [(_fp8(T, K),)],
+        "transpose": [(_fp8(T, K),), (_fp8(3 * T, K).view(3, T, K),)],
         "rotate_qk_": [(torch.randn(T, 128).bfloat16(), one_rotation, 2) for one_rotation in rotations],
         "split_rotated_qkv": [(torch.randn(T, 128).bfloat16(), one_rotation, 2) for one_rotation in rotations],
         "norm_rotate_qk": [(torch.randn(T, 128).bfloat16(), *one, 2) for one in zip(rotations, qk_norms, strict=True)],
@@ -181,6 +182,24 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "scaled_mm_to_fp8_": [
             (torch.empty(T, 16, dtype=E4M3), amax.clone(), _fp8(T, K), _fp8(16, K), scale, scale, one)
+        ],
+        "grouped_mm": [
+            (_fp8(256, K), _fp8(3 * 48, K).view(3, 48, K), scale, torch.rand(3, 4)[:, 0], groups),
+        ],
+        "grouped_wgrad_": [
+            (torch.randn(3, 48, K), _fp8(48, 256, E5M2), _fp8(K, 256), scale, one, groups, True),
+            (torch.randn(3, 48, K).bfloat16(), _fp8(48, 256), _fp8(K, 256), scale, one, groups, False),
+        ],
+        "grouped_wgrad_to_fp8_": [
+            (
+                torch.zeros(3, 48, 128).to(E4M3),
+                torch.empty(3 * 48),
+                _fp8(48, 256, E5M2),
+                _fp8(128, 256),
+                scale,
+                one,
+                groups,
+            )
         ],
         "fp8_attention": [(attention, scale.reciprocal(), 0.125)],
         "fp8_attention_backward": [

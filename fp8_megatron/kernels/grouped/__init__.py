@@ -1,1 +1,1 @@
-"""Rows grouped by expert: routing, movement of rows, and the activation of experts with its casts."""
+"""Rows grouped by expert: routing, movement of rows, products with weights, and the activation with its casts."""

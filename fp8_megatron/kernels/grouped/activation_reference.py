@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dtypes import FP8_DTYPES
+from ...dtypes import FP8_DTYPES, GROUP_ROWS
 from ..activation.reference import INPUTS, activation, grad_of_input
 from ..quantize.reference import quantize_with_or_without_scale
 from ..reference import amax, encode
 from ..registration import operator
 from ..shapes import fp32, layouts, taken_scale
-from .rows_reference import GROUP_ROWS
 
 
 def _check_activation(z: Tensor, probs: Tensor, kind: str) -> None:

@@ -11,12 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dtypes import FP8_DTYPES
+from ...dtypes import FP8_DTYPES, GROUP_ROWS
 from ..registration import operator
 from ..shapes import layouts
-
-#: A group of rows starts at a multiple of this.
-GROUP_ROWS = 128
 
 
 def most_rows(num_tokens: int, top_k: int, num_experts: int) -> int:

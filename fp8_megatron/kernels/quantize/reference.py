@@ -122,13 +122,17 @@ def quantize_grad_output(
 
 
 def _check_payload(payload: Tensor) -> None:
-    assert payload.ndim == 2 and payload.dtype in FP8_DTYPES, (payload.shape, payload.dtype)
+    assert payload.ndim in (2, 3) and payload.dtype in FP8_DTYPES, (payload.shape, payload.dtype)
 
 
-@operator(gpu=".triton", fake=lambda payload: layouts(payload, payload.dtype)[1], check=_check_payload)
+@operator(
+    gpu=".triton",
+    fake=lambda payload: payload.new_empty((*payload.shape[:-2], payload.shape[-1], payload.shape[-2])),
+    check=_check_payload,
+)
 def transpose(payload: Tensor) -> Tensor:
-    """[M, K] FP8 bytes → contiguous [K, M]."""
-    return payload.t().contiguous()
+    """[M, K] FP8 bytes → contiguous [K, M]; of several matrices [E, M, K] → [E, K, M]."""
+    return payload.mT.contiguous()
 
 
 def quantize_with_or_without_scale(

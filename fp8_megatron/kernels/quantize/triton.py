@@ -339,6 +339,9 @@ def _quantize_tiles(
 @triton.jit
 def _transpose_tiles(payload, payload_t, M, K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     tiles_k = tl.cdiv(K, TILE_K)
+    first = tl.program_id(1).to(tl.int64) * M * K
+    payload += first
+    payload_t += first
     m0 = tl.program_id(0) // tiles_k * TILE_M
     k0 = tl.program_id(0) % tiles_k * TILE_K
     rows = m0 + 4 * tl.arange(0, TILE_M // 4)[:, None]
@@ -537,20 +540,21 @@ def quantize_with_scale(
 
 
 def transpose(payload: Tensor) -> Tensor:
-    """`reference.transpose`: FP8 [M, K] → contiguous [K, M].
+    """`reference.transpose`: FP8 [M, K] → contiguous [K, M], or [E, M, K] → [E, K, M].
 
     Raises:
         ValueError: M is not a multiple of 4.
     """
-    M, K = payload.shape
+    *leading, M, K = payload.shape
     if M % 4:
         raise ValueError(f"transposing an FP8 payload needs M={M} to be a multiple of 4 (the FP8 GEMM: of 16)")
-    payload_t = empty(K, M, payload.dtype, payload.device)
-    _transpose_launch(M, K)(payload.contiguous(), payload_t)
-    return payload_t
+    count = leading[0] if leading else 1
+    payload_t = empty(count * K, M, payload.dtype, payload.device)
+    _transpose_launch(M, K, count)(payload.contiguous(), payload_t)
+    return payload_t.view(*leading, K, M) if leading else payload_t
 
 
 @lru_cache(maxsize=MOST_SHAPES)
-def _transpose_launch(M: int, K: int) -> PreparedLaunch:
-    grid = (cdiv(M, TILE_M) * cdiv(K, TILE_K),)
+def _transpose_launch(M: int, K: int, count: int) -> PreparedLaunch:
+    grid = (cdiv(M, TILE_M) * cdiv(K, TILE_K), count)
     return PreparedLaunch(_transpose_tiles, grid, M, K, TILE_M, TILE_K, num_warps=_NUM_WARPS, enable_fp_fusion=True)

@@ -1,0 +1,82 @@
+"""Grouped GEMMs against float64: each expert's rows with its weight."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.dtypes import E4M3, E5M2, GROUP_ROWS
+from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.reference import decode
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+#: An expert without rows, with one row, with all but one row of a whole group, and one with most of them.
+COUNTS = ([37, 0, 1, 127, 300], [0, 0, 0, 0, 700], [128, 256, 128, 0, 0])
+#: Of an output in BF16, and of one in E4M3 with a power of two as the scale: half a unit in the last place.
+ROUNDING = {torch.bfloat16: 2.0**-8, E4M3: 2.0**-4}
+
+
+def groups(counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Offsets of groups, and which rows are tokens."""
+    padded = [-(-count // GROUP_ROWS) * GROUP_ROWS for count in counts]
+    offsets = torch.tensor([0, *padded]).cumsum(0).int()
+    is_row = torch.cat([torch.arange(size) < count for size, count in zip(padded, counts, strict=True)])
+    return offsets, is_row
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(48, 80), (384, 256)])
+def test_products(device: str, counts: list[int], n: int, k: int) -> None:
+    torch.manual_seed(0)
+    offsets, is_row = groups(counts)
+    a = (torch.randn(len(is_row), k) * is_row[:, None]).to(E5M2)
+    b = torch.randn(len(counts), n, k).to(E4M3)
+    scale_a, scale_b = torch.rand(1), torch.rand(len(counts), 4)[:, 0]
+    out = ops.grouped_mm(*(tensor.to(device) for tensor in (a, b, scale_a, scale_b, offsets))).cpu()
+    for e, (start, stop) in enumerate(pairwise(offsets)):
+        exact = a[start:stop].double() @ b[e].double().t() * scale_a.double() * scale_b[e].double()
+        assert_near(out[start:stop], exact, ROUNDING[torch.bfloat16])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, E4M3], ids=str)
+def test_weight_gradients(device: str, counts: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    n, k = 48, 256
+    offsets, is_row = groups(counts)
+    g_t = (torch.randn(n, len(is_row)) * is_row).to(E5M2)
+    x_t = (torch.randn(k, len(is_row)) * is_row).to(E4M3)
+    scales = torch.rand(2, 1)
+    before = torch.randn(len(counts), n, k).to(torch.float32 if dtype is E4M3 else dtype)
+    operands = [tensor.to(device) for tensor in (g_t, x_t, *scales, offsets)]
+    exact = torch.stack(
+        [
+            g_t[:, start:stop].double() @ x_t[:, start:stop].double().t() * scales.double().prod()
+            for start, stop in pairwise(offsets)
+        ]
+    )
+    if dtype is E4M3:
+        out = torch.full(before.shape, 7.0, device=device).to(E4M3)
+        block_scales = torch.empty(out.numel() // 128, device=device)
+        ops.grouped_wgrad_to_fp8_(out, block_scales, *operands)
+        decoded = decode(out.cpu().view(-1, 128), block_scales.cpu()[:, None]).view(exact.shape)
+        largest = exact.view(-1, 128).abs().amax(dim=1).repeat_interleave(128).view(exact.shape)
+        assert ((decoded - exact).abs() <= ROUNDING[E4M3] * exact.abs() + 2.0**-9 * largest).all()
+        assert all((decoded[e] == 0).all() for e, count in enumerate(counts) if not count)
+        return
+    for adds in (False, True):
+        out = before.to(device).clone()
+        ops.grouped_wgrad_(out, *operands, adds=adds)
+        assert_near(out.cpu(), exact + before.double() if adds else exact, ROUNDING[torch.bfloat16])
+
+
+def assert_near(actual: Tensor, exact: Tensor, rounding: float) -> None:
+    """Within the rounding of the output and, of all values, Hopper's short accumulator (13 bits of a sum)."""
+    spread = exact.abs().amax(dim=-1, keepdim=True) if exact.numel() else exact
+    assert actual.shape == exact.shape
+    assert ((actual.double() - exact).abs() <= rounding * exact.abs() + 2.0**-10 * spread).all()
