@@ -106,7 +106,7 @@ class Resumable:
         """Every parameter of this model-parallel rank, with its placement in the model."""
         for state, slot in self.optimizer.slots():
             assert slot.region is not None, slot.name
-            yield state, slot, placement_of(slot.name, slot.region, self.config.model.num_layers)
+            yield state, slot, placement_of(slot.name, slot.region, self.config.model)
 
     @property
     def is_trained(self) -> bool:

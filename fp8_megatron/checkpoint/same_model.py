@@ -16,8 +16,8 @@ from ..config.model import YARN_SETTINGS, ModelConfig
 from ..config.words import flag_with
 from ..models.registry import ARCHITECTURES, architecture_of
 
-#: Settings that the shapes of all weights show. Neither has a default that others decide.
-_SIZES = ("num_layers", "hidden_size")
+#: Settings that the shapes of all weights show. None has a default that others decide.
+_SIZES = ("num_layers", "hidden_size", "num_experts")
 #: Megatron's arguments that change what a model computes and that no setting here stands for, each with the values
 #: under which it changes nothing. A setting that comes to stand for one replaces its row by a name in
 #: `Architecture.computed_settings`.
@@ -35,7 +35,6 @@ NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "mtp_num_layers": (None, 0),
         "multi_latent_attention": (None, False),
         "no_rope_freq": (None,),
-        "num_experts": (None, 0),
         "qk_l2_norm": (None, False),
         "softmax_type": (None, "vanilla"),
         "use_mup": (None, False),
@@ -102,6 +101,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         known["window_size"] = ",".join(map(str, window))
     if isinstance(skips, int | list):
         known["window_attn_skip_freq"] = str(skips)
+    if isinstance(known.get("moe_layer_freq"), int | list):
+        known["moe_layer_freq"] = str(known["moe_layer_freq"])
     return model_settings(known)
 
 

@@ -42,7 +42,8 @@ def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int | N
         if key not in stacked:
             yield key, None
         elif key == stacked[0]:
-            yield from ((each, layer) for layer in range(shapes[key][0]) for each in stacked)
+            most = max(shapes[each][0] for each in stacked)
+            yield from ((each, layer) for layer in range(most) for each in stacked if layer < shapes[each][0])
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:

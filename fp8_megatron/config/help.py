@@ -86,10 +86,13 @@ def _values(kind: FieldType) -> str:
 
 def _comments(section: type) -> dict[str, str]:
     """The comment behind each field of a section, on one line."""
-    (definition,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(definition, ast.ClassDef)
+    definitions = [
+        ast.parse(inspect.getsource(each)).body[0] for each in section.__mro__ if dataclasses.is_dataclass(each)
+    ]
     return {
         ast.unparse(field.target): " ".join(ast.literal_eval(comment.value).split())
+        for definition in definitions
+        if isinstance(definition, ast.ClassDef)
         for field, comment in pairwise(definition.body)
         if isinstance(field, ast.AnnAssign) and isinstance(comment, ast.Expr)
     }

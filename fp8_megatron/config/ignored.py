@@ -7,7 +7,7 @@ scripts give them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from ..update_rules import RULES
 from .model import SETTINGS_WITHOUT_YARN, YARN_SETTINGS
+from .moe import MoeConfig
 from .schema import Config, TokenizerType
 
 #: Values of --tokenizer-type.
@@ -122,6 +123,13 @@ def _no_validation(config: Config) -> str | None:
 
 _POSITIONS = "position_embedding_type"
 _SIXTEEN_BITS = ("bf16", "fp16")
+#: Settings of experts in other sections than the model's.
+_OF_EXPERTS = (
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "moe_token_dispatcher_type",
+    "moe_per_layer_logging",
+)
 _DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 _LOSS_SCALE = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
 _ENDS = "reset_position_ids reset_attention_mask eod_mask_loss"
@@ -142,6 +150,18 @@ _RULES = (
         *(_POSITIONS, ("learned_absolute", "none", "rope"), "give --position-embedding-type yarn"),
     ),
     Ignored("rope_scaling_factor", _no_rope_scaling, (), "give --use-rope-scaling"),
+    Ignored(
+        " ".join([*(each.name for each in fields(MoeConfig) if each.name != "num_experts"), *_OF_EXPERTS]),
+        *("num_experts", (None,), "give --num-experts"),
+    ),
+    Ignored(
+        "moe_router_bias_update_rate", "moe_router_enable_expert_bias", (False,), "give --moe-router-enable-expert-bias"
+    ),
+    Ignored(
+        "moe_token_dispatcher_type",
+        *("expert_model_parallel_size", (1,), "raise --expert-model-parallel-size"),
+        is_error=False,
+    ),
     Ignored("cp_comm_type fp8_context_communication", "context_parallel_size", (1,), "raise --context-parallel-size"),
     Ignored(
         "fp8_pipeline_communication account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",

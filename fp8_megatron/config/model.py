@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .fields import AtLeastOne, BelowOne, Count, Layers, NotNegative, Positive, Size, UpToOne
-from .words import whole_number
+from .moe import MoeConfig
+from .words import number, whole_number
 
 #: Layers that a pattern may describe: `fields.Layers`' limit.
 _MOST_LAYERS = 100_000
@@ -49,9 +50,10 @@ def window_sizes(text: str) -> tuple[int, int]:
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """``4``, or a Python expression of lists such as ``[1]*3+[0]``: which layers have a window.
+    """``4``, or a Python expression of lists such as ``[1]*3+[0]``: which layers have something.
 
-    A number N leaves every N-th layer without. A list has a 1 for each layer with a window and a 0 for each other.
+    A list has a 1 for each layer that has it and a 0 for each other. What a number means `has_window` and
+    `layers_with_experts` say.
 
     Raises:
         ValueError: it is neither.
@@ -70,7 +72,7 @@ def layer_pattern(text: str) -> int | list[int]:
 
 
 def has_window(pattern: int | list[int] | None, layer: int) -> bool:
-    """Whether a layer has a window; 0 is the first layer. `pattern` None: all do."""
+    """Whether a layer has a window; 0 is the first layer. `pattern` None: all do. N: every N-th layer has none."""
     if pattern is None:
         return True
     return bool(pattern[layer]) if isinstance(pattern, list) else (layer + 1) % pattern != 0
@@ -97,9 +99,25 @@ def _value(node: ast.expr) -> int | list[int]:
     raise ValueError(ast.dump(node))
 
 
+def layers_with_experts(text: str, num_layers: int) -> tuple[int, ...]:
+    """The layers that --moe-layer-freq names: the first of every N, or those with a 1 in a list (`layer_pattern`).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    pattern = layer_pattern(text)
+    if isinstance(pattern, int):
+        if pattern < 1:
+            raise ValueError(text)
+        return tuple(range(0, num_layers, pattern))
+    if len(pattern) != num_layers:
+        raise ValueError(text)
+    return tuple(layer for layer, has_experts in enumerate(pattern) if has_experts)
+
+
 @dataclass(frozen=True)
-class ModelConfig:
-    """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head), Llama style by flags."""
+class DecoderConfig:
+    """The GPT without experts."""
 
     num_layers: Layers = 24
     """Transformer layers."""
@@ -280,3 +298,32 @@ class ModelConfig:
     def mlp_columns(self) -> int:
         """Columns of the MLP's first linear layer: gate and up, or the hidden state."""
         return (2 if self.is_gated else 1) * self.padded_ffn_hidden_size
+
+
+@dataclass(frozen=True)
+class ModelConfig(MoeConfig, DecoderConfig):
+    """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head), Llama style by flags,
+    and its experts, if it has any."""
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers with experts."""
+        return () if self.num_experts is None else layers_with_experts(self.moe_layer_freq, self.num_layers)
+
+    @property
+    def expert_ffn_hidden_size(self) -> int:
+        """Width of an expert, with the default filled in."""
+        return self.padded_ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def expert_columns(self) -> int:
+        """Columns of an expert's first linear layer: gate and up, or the hidden state."""
+        return (2 if self.is_gated else 1) * self.expert_ffn_hidden_size
+
+    @property
+    def balancing_losses(self) -> dict[str, float]:
+        """The factors of the losses that balance experts, by name."""
+        if self.moe_router_load_balancing_type in ((), ("none",)):
+            return {}
+        factors = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
+        return {name: number(factor) for name, factor in factors}

@@ -33,6 +33,12 @@ class ParallelConfig:
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """How context-parallel ranks exchange keys and values. p2p: in a ring, one rank at a time. all_gather: all at once,
     which takes more memory. a2a: each rank computes some heads over whole sequences."""
+    expert_model_parallel_size: Ranks = 1
+    """Data- and context-parallel ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: Ranks | None = None
+    """Ranks that share each expert. Default: tensor-model-parallel-size."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
+    """How expert-parallel ranks exchange tokens."""
     pipeline_model_parallel_size: Ranks = 1
     """Pipeline stages that share the layers."""
     num_layers_per_virtual_pipeline_stage: Layers | None = None

@@ -9,12 +9,11 @@ from ..storage import FP8_GEMM_MULTIPLE
 from .schema import Config
 from .words import shortened
 
-_MODULES = ("core_attn", "mlp", "layernorm")
+_MODULES = ("core_attn", "mlp", "layernorm", "moe_act")
 #: Megatron's other modules, which no model here has, and why.
 _MISSING = {
-    "moe": "there is no mixture of experts",
-    "moe_act": "there is no mixture of experts",
-    "shared_experts": "there is no mixture of experts",
+    "moe": "experts are not computed again",
+    "shared_experts": "experts are not computed again",
     "mla_up_proj": "there is no multi-latent attention",
 }
 
@@ -37,6 +36,10 @@ def recompute_module_problems(config: Config) -> Iterator[str]:
         yield f"recompute_modules(layernorm): layers of precision({precision}) keep the outputs of norms; drop it"
     elif set(modules) == {"layernorm"} and config.precision.is_fp8:
         yield "recompute_modules(layernorm) has no effect alone: FP8 layers recompute norms anyway; drop it"
+    elif set(modules) == {"moe_act"}:
+        yield "recompute_modules(moe_act) has no effect alone: experts compute the activation again anyway; drop it"
+    if "moe_act" in modules and config.model.num_experts is None:
+        yield "recompute_modules(moe_act) is for experts, of which there are none; drop it, or give --num-experts"
 
 
 def offload_problems(config: Config) -> Iterator[str]:

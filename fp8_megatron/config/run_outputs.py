@@ -103,6 +103,8 @@ class LoggingConfig:
     """Report the norm of all master weights of every step (one more pass over them)."""
     log_num_zeros_in_grad: bool = False
     """Report how many elements of every step's averaged gradients are 0 (one more pass over them)."""
+    moe_per_layer_logging: bool = False
+    """Report losses that balance experts for each layer, too."""
     tensorboard: bool = True
     """On: write TensorBoard events."""
     tensorboard_dir: str | None = None

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..config.schema import Config, ModelConfig
 from ..dtypes import E4M3
+from ..errors import UserError
 from ..nn.chunked_loss import TokenLoss, loss_in_chunks
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
@@ -207,6 +208,8 @@ class _ChunkBuilder:
     ) -> tuple[TransformerBlockSubmodules, Sequence[LayerLinks | None]]:
         """What the chunk's layers are, and their links."""
         config, model = self.config, self.config.model
+        if model.num_experts is not None:
+            raise UserError(f"num_experts({model.num_experts}): layers with experts are planned, not built; drop it")
         if self.is_te:
             return te_block_submodules(len(layers), qk_layernorm=model.qk_layernorm), []
         recipes = [recipe if config.is_fp8_layer(layer) else None for layer in layers]

@@ -138,6 +138,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         num_query_groups=model.query_groups,
         kv_channels=model.head_dim,
         **_windows(model),
+        **_experts(config),
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.is_gated,
@@ -208,7 +209,7 @@ def _dtypes(config: Config) -> dict[str, Any]:
 def _recomputed_modules(config: Config) -> list[str]:
     """megatron-core's parts to recompute. It recomputes norms only of Transformer Engine's layers, and no MLPs in
     chunks, which do so themselves."""
-    ours = set() if config.precision.precision == "te" else {"layernorm"}
+    ours = {"moe_act"} if config.precision.precision == "te" else {"layernorm", "moe_act"}
     if config.training.mlp_chunks_for_training > 1:
         ours.add("mlp")
     return [module for module in config.training.recomputed_modules if module not in ours]
@@ -220,6 +221,44 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
         return {}
     pattern = None if model.window_attn_skip_freq is None else layer_pattern(model.window_attn_skip_freq)
     return {"window_size": window_sizes(model.window_size), "window_attn_skip_freq": pattern}
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    """megatron-core's settings of experts and their router."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts is None:
+        return {}
+    same = (
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
+        "moe_router_topk",
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
+        "moe_router_dtype",
+        "moe_router_enable_expert_bias",
+        "moe_router_bias_update_rate",
+        "moe_router_force_load_balancing",
+        "moe_z_loss_coeff",
+        "moe_input_jitter_eps",
+    )
+    losses = model.balancing_losses or {"none": 0.0}
+    has_experts = [int(layer in model.expert_layers) for layer in range(model.num_layers)]
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_layer_freq": has_experts,
+        "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
+        # A list of one loss is what its name alone is.
+        "moe_router_load_balancing_type": list(losses) if len(losses) > 1 else next(iter(losses)),
+        "moe_aux_loss_coeff": list(losses.values()) if len(losses) > 1 else next(iter(losses.values())),
+        **{name: getattr(model, name) for name in same},
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
+        "moe_per_layer_logging": config.logging.moe_per_layer_logging,
+    }
 
 
 def _layer_types(layout: PipelineLayout) -> list[list[LayerType]]:

@@ -26,15 +26,20 @@ class Stages(Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One row of an architecture's table: a parameter outside the layers, or one that each layer has.
+    """One row of an architecture's table: a parameter outside the layers, or one that layers have.
 
     Attributes:
-        key: its key in checkpoints, which stack layers along a first axis (``decoder.layers.mlp.linear_fc2.weight``).
-        shape: of the whole tensor, in one layer.
+        key: its key in checkpoints, which stack the layers that have it along a first axis, in their order
+            (``decoder.layers.mlp.linear_fc2.weight``).
+        shape: of the whole tensor, in one layer. If the parameter holds experts, they are the first axis.
         stages: that hold it. The last stage has a copy of an embedding that is also the head (`is_tied`).
         axis: the axis that tensor-parallel ranks share. None: each of them holds the whole.
         pieces: equal parts of the axis, each of which is shared (2: gate and up of a gated MLP).
         is_linear: a layer's linear weight, which is in FP8 if the layer is.
+        layers: that have it, counted over the whole model; None: all.
+        experts: that the first axis counts, which expert-parallel ranks share; None: it holds no experts.
+        experts_of_token: of these, how many a token is sent to.
+        is_buffer: the model computes it itself: it has neither gradient nor optimizer state.
     """
 
     key: str
@@ -44,29 +49,45 @@ class Parameter:
     pieces: int = 1
     is_linear: bool = False
     is_tied: bool = False
+    layers: tuple[int, ...] | None = None
+    experts: int | None = None
+    experts_of_token: int = 1
+    is_buffer: bool = False
 
     @property
     def numel(self) -> int:
         """Elements of the whole tensor, in one layer."""
         return prod(self.shape)
 
+    @property
+    def numel_of_token(self) -> int:
+        """Elements that a token is multiplied with, in one layer."""
+        return self.numel // (self.experts or 1) * self.experts_of_token
+
+    def layers_of(self, layers: Sequence[int]) -> list[int]:
+        """Those of the layers `layers` that have it."""
+        if self.stages is not Stages.LAYERS:
+            return []
+        return [layer for layer in layers if self.layers is None or layer in self.layers]
+
     def whole_shape(self, num_layers: int) -> Shape:
         """The shape in a checkpoint of a model of so many layers."""
-        return (num_layers, *self.shape) if self.stages is Stages.LAYERS else self.shape
+        return (len(self.layers_of(range(num_layers))), *self.shape) if self.stages is Stages.LAYERS else self.shape
 
-    def numel_of_rank(self, tensor_parallel_size: int) -> int:
-        """Elements that one tensor-parallel rank holds, in one layer."""
-        return self.numel // (1 if self.axis is None else tensor_parallel_size)
+    def numel_of_rank(self, tensor_parallel_size: int, expert_parallel_size: int = 1) -> int:
+        """Elements that one rank holds, in one layer."""
+        shares = 1 if self.axis is None else tensor_parallel_size
+        return self.numel // (shares * (1 if self.experts is None else expert_parallel_size))
 
-    def copies(self, num_layers: int, *, is_first: bool, is_last: bool) -> int:
+    def copies(self, layers: Sequence[int], *, is_first: bool, is_last: bool) -> int:
         """How many a stage holds.
 
         Args:
-            num_layers: of the stage.
+            layers: of the stage.
             is_first, is_last: whether the stage is the first, the last. One stage is both.
         """
         if self.stages is Stages.LAYERS:
-            return num_layers
+            return len(self.layers_of(layers))
         if self.stages is Stages.FIRST:
             return int(is_first or (is_last and self.is_tied))
         return int(is_last)
@@ -80,7 +101,7 @@ class LayerShape:
         stream: of the residual stream.
         head: of one attention head.
         queries, keys: of all query heads, of all key heads; values have as many as keys.
-        mlp: of the MLP's hidden state.
+        mlp: of the MLP's hidden state; of all experts of a token, if it has experts.
         mlp_input: of the input to the MLP's activation: `mlp`, or twice as many if it is gated.
         activation: as `kernels.activation` names it.
         has_windows: attention leaves tokens out.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..config.model import ModelConfig
 from ..errors import CheckpointError
-from . import decoder
+from . import decoder, moe
 from .architecture import Architecture
 from .hugging_face_values import shown
 from .keys import Shape
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .hugging_face import HuggingFace
 
 #: The first that describes a model is its own.
-ARCHITECTURES: tuple[Architecture, ...] = (decoder,)
+ARCHITECTURES: tuple[Architecture, ...] = (moe, decoder)
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
@@ -38,6 +39,13 @@ def weight_shapes(model: ModelConfig, padded_vocab_size: int) -> dict[str, Shape
     """Whole shapes of every weight by key, layers stacked, in the order of the forward pass."""
     rows = architecture_of(model).parameters(model, padded_vocab_size)
     return {row.key: row.whole_shape(model.num_layers) for row in rows}
+
+
+@cache
+def layers_of_key(model: ModelConfig, key: str) -> tuple[int, ...]:
+    """The layers that have a key of a layer, in the order in which checkpoints stack them."""
+    layers, rows = range(model.num_layers), architecture_of(model).parameters(model, 0)
+    return next((tuple(row.layers_of(layers)) for row in rows if row.key == key), tuple(layers))
 
 
 def hugging_face_of_json(settings: Mapping[str, Any]) -> HuggingFace:

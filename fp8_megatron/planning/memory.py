@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ..config.optimizer import OptimizerConfig
 from ..config.schema import Config, PrecisionConfig
 from ..data import tokenizer
@@ -71,33 +73,48 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     replicas = config.num_replicas(world_size)
     is_trained = not config.training.skip_train
     stored = model_storage(config.precision, config.num_micro_batches(world_size), is_trained=is_trained)
-    by_class = parameters_by_class(config, padded_vocab_size, stage=stage)
     rule = rule_of(config)
     linear = rest = StorageBytes.none(rule.states)
-    for storage, count in by_class.items():
-        held = _predict(storage, count, stored, rule, replicas)
-        if storage is StorageClass.LINEAR:
-            linear += held
-        else:
-            rest += held
+    parts: dict[Literal["experts", "others"], int] = {
+        "experts": replicas // config.parallel.expert_model_parallel_size,
+        "others": replicas,
+    }
+    for part, sharers in parts.items():
+        for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage, part=part).items():
+            held = _predict(storage, count, stored, rule, sharers)
+            if storage is StorageClass.LINEAR:
+                linear += held
+            else:
+                rest += held
     return MemoryByKind(linear, rest)
 
 
-def parameters_by_class(config: Config, padded_vocab_size: int, *, stage: int | None = None) -> dict[StorageClass, int]:
+def parameters_by_class(
+    config: Config,
+    padded_vocab_size: int,
+    *,
+    stage: int | None = None,
+    part: Literal["all", "experts", "others"] = "all",
+) -> dict[StorageClass, int]:
     """Parameters by the way they are stored: of a rank of pipeline stage `stage`, or of the whole model (None).
 
     Linear layers outside FP8 are stored as matrices.
+
+    Args:
+        part: those of experts, which expert-parallel ranks share, or the others.
     """
-    model, tp, layers = config.model, 1, list(range(config.model.num_layers))
+    model, tp, ep, layers = config.model, 1, 1, list(range(config.model.num_layers))
     ends = {"is_first": True, "is_last": True}
     if stage is not None:
-        tp, layers = config.parallel.tensor_model_parallel_size, config.layers_of_stage(stage)
+        parallel, layers = config.parallel, config.layers_of_stage(stage)
+        tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
         ends = {"is_first": stage == 0, "is_last": stage == config.parallel.pipeline_model_parallel_size - 1}
-    num_fp8 = sum(map(config.is_fp8_layer, layers))
     counts = {StorageClass.LINEAR: 0, StorageClass.MATRIX: 0, StorageClass.VECTOR: 0}
     for row in architecture_of(model).parameters(model, padded_vocab_size):
-        numel, copies = row.numel_of_rank(tp), row.copies(len(layers), **ends)
-        in_fp8 = num_fp8 if row.is_linear else 0
+        if row.is_buffer or part == ("others" if row.experts else "experts"):
+            continue
+        numel, copies = row.numel_of_rank(tp, ep), row.copies(layers, **ends)
+        in_fp8 = sum(map(config.is_fp8_layer, row.layers_of(layers))) if row.is_linear else 0
         counts[StorageClass.LINEAR] += in_fp8 * numel
         counts[StorageClass.MATRIX if len(row.shape) > 1 else StorageClass.VECTOR] += (copies - in_fp8) * numel
     return counts

@@ -221,6 +221,8 @@ def why_no_time(config: Config) -> str | None:
     Rates are those of BF16 and FP16, and of FP8 with one scale a tensor.
     """
     precision = config.precision
+    if config.model.num_experts is not None:
+        return "no rates of experts were measured"
     has_rates = precision.fp8_recipe in ("delayed", "tensorwise") if precision.is_fp8 else precision.precision != "te"
     if not has_rates:
         name = f"fp8_recipe({precision.fp8_recipe})" if precision.is_fp8 else precision.precision

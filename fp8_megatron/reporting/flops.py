@@ -29,9 +29,13 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 }
 
 
-def linear_params_per_layer(model: ModelConfig) -> int:
-    """Elements of one layer's matrices that a token is multiplied with; no biases."""
-    return sum(row.numel for row in architecture_of(model).parameters(model, 0) if row.is_linear)
+def linear_params_per_layer(model: ModelConfig) -> float:
+    """Elements of a layer's matrices that a token is multiplied with; no biases, and no router. The mean of all layers.
+
+    Of experts they are those that a token is sent to.
+    """
+    rows = [row for row in architecture_of(model).parameters(model, 0) if row.is_linear]
+    return sum(row.numel_of_token * len(row.layers_of(range(model.num_layers))) for row in rows) / model.num_layers
 
 
 def model_flops_per_token(model: ModelConfig, *, causal: bool, padded_vocab_size: int) -> float:

@@ -93,9 +93,7 @@ def _load_model(config: Config, folder: Path, topology: Topology, device: torch.
     padded_vocab_size = read_description(folder)["padded_vocab_size"]
     (chunk,) = build_model(config, padded_vocab_size, topology, device, partial(build_recipe, config.precision))
     params = named_parameters_of_model(chunk.module)
-    placements = {
-        name: placement_of(name, topology.region_of(param), config.model.num_layers) for name, param in params.items()
-    }
+    placements = {name: placement_of(name, topology.region_of(param), config.model) for name, param in params.items()}
     for name, value in read_weights(folder, placements):
         params[name].copy_(value.to(device))
     return chunk.module.eval()

@@ -20,7 +20,7 @@ from fp8_megatron.config.megatron_flags import Kind, megatron_options
 from fp8_megatron.config.model import ModelConfig
 from fp8_megatron.config.schema import Config
 from fp8_megatron.config.words import decimal
-from fp8_megatron.models.decoder import computed_settings
+from fp8_megatron.models.moe import computed_settings
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE
 
 YARN = replace(LLAMA_STYLE, position_embedding_type="yarn", rotary_scaling_factor=4.0)
@@ -40,6 +40,11 @@ SHOWN = {
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "vocab_size",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_enable_expert_bias",
 }
 #: Settings under which the same weights compute the same.
 FREE = {
@@ -49,6 +54,13 @@ FREE = {
     "init_method_std",
     "make_vocab_size_divisible_by",
     "attention_backend",
+    "moe_router_dtype",
+    "moe_router_bias_update_rate",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_router_force_load_balancing",
 }
 
 

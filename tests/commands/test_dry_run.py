@@ -97,7 +97,7 @@ def test_what_a_laptop_lacks_is_no_error(program: object, tmp_path: Path, capsys
         ("--world-size 4", "--world-size is for --dry-run; the launcher says how many ranks there are"),
         ("--dry-run --world-size 3", "global_batch_size(32) is not a multiple of micro_batch_size(32)"),
         ("--dry-run --lr fast", "--lr 'fast' is not a number"),
-        ("--dry-run --num-experts 8", "--num-experts 8 is not supported"),
+        ("--dry-run --mtp-num-layers 1", "--mtp-num-layers 1 is not supported"),
     ],
 )
 def test_what_would_not_train_is_one_line(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,9 +150,9 @@ def test_words_after_an_option_are_its_own() -> None:
         (["--use-mcore-model"], "unknown flag --use-mcore-model; did you mean --use-mcore-models?"),
         (["--overide-opt-param-scheduler"], "did you mean --override-opt"),
         (["--num-expert", "8"], "unknown flag --num-expert; did you mean --num-experts?"),
-        (["--intermediate-size", "8"], "unknown flag --intermediate-size; --help lists the flags"),
+        (["--multi-latent"], "unknown flag --multi-latent; --help lists the flags"),
         (["--data-impl", "lazy"], "--data-impl lazy is not supported: token files are mapped"),
-        (["--num-experts", "8"], "--num-experts 8 is not supported: there is no mixture of experts"),
+        (["--moe-latent-size", "8"], "--moe-latent-size 8 is not supported: experts have the width of the model"),
         (["--attention-backend", "quick"], "--attention-backend 'quick' is not one of auto, cudnn, flash, math"),
     ],
 )

@@ -123,8 +123,8 @@ def test_a_shell_script_runs_unchanged(tmp_path: Path) -> None:
     assert "split = 99,1,0" in done.stdout
     assert "no effect here: --use-distributed-optimizer --split" in done.stderr
     assert "global_batch_size(32) is not read" in done.stderr
-    done = run_script(script, tmp_path, "--num-experts", "8")
-    assert done.returncode == 2 and done.stderr.startswith("error: --num-experts 8 is not supported")
+    done = run_script(script, tmp_path, "--mtp-num-layers", "1")
+    assert done.returncode == 2 and done.stderr.startswith("error: --mtp-num-layers 1 is not supported")
 
 
 @pytest.mark.parametrize("mode", ["bf16", "msamp"])

@@ -24,6 +24,8 @@ NO_PRECISION = "precision is fp8 (O3), the default here"
 
 def alike(ours: Any, theirs: str) -> bool:
     ours = ours.value if isinstance(ours, Enum) else ours
+    if isinstance(ours, tuple):
+        return " ".join(ours) == theirs
     if isinstance(ours, int | float):
         return decimal(theirs) == ours
     return str(ours) == theirs

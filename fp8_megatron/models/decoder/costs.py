@@ -20,14 +20,19 @@ def kept_bytes(config: Config, layer: int) -> float:
     --recompute-modules names is left out; attention's output stays, as the projection needs it. Transformer Engine's
     layers keep FP8 copies of some of these; they are counted as a 16-bit layer, which is an upper bound.
     """
+    leaves_mlp = "mlp" in config.training.recomputed_modules or config.training.mlp_chunks_for_training > 1
+    return kept_around_mlp(config, layer) + (0.0 if leaves_mlp else recomputed_mlp_bytes(config, layer))
+
+
+def kept_around_mlp(config: Config, layer: int) -> float:
+    """`kept_bytes` without what the MLP keeps between its linear layers."""
     model, parallel, is_fp8 = config.model, config.parallel, config.is_fp8_layer(layer)
     tp, queries, keys = parallel.tensor_model_parallel_size, model.query_width, model.key_width
     streams = 2 * model.hidden_size * (1 if is_fp8 else 2)
     attention = 2 * (queries + keys)
     fp8_attention = is_fp8 and config.precision.fp8_dot_product_attention
     attention -= attention // 2 if fp8_attention else 0  # a byte each
-    leaves_mlp = "mlp" in config.training.recomputed_modules or config.training.mlp_chunks_for_training > 1
-    split = attention + (0 if leaves_mlp else _mlp_columns(config, is_fp8=is_fp8))
+    split = attention
     if model.qk_layernorm:  # the value in 16 bits lies beside their inputs; FP8 attention has another
         split += queries + keys + (keys if fp8_attention else 0)
     if is_fp8 and not (model.uses_rope or model.qk_layernorm) and model.query_groups < model.num_attention_heads:

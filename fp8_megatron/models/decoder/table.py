@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ...config.model import ModelConfig
@@ -57,6 +57,15 @@ layer_orders = tuple(
 
 def parameters(model: ModelConfig, padded_vocab_size: int) -> list[Parameter]:
     """As `Architecture.parameters`."""
+    mlp = [
+        *linear_rows(model, FC1, model.mlp_columns, model.hidden_size),
+        *linear_rows(model, FC2, model.hidden_size, model.padded_ffn_hidden_size),
+    ]
+    return around_mlp(model, padded_vocab_size, mlp)
+
+
+def around_mlp(model: ModelConfig, padded_vocab_size: int, mlp: Sequence[Parameter]) -> list[Parameter]:
+    """The table of a decoder whose layers have `mlp` behind attention and its norm."""
     hidden, vocabulary = model.hidden_size, (padded_vocab_size, model.hidden_size)
     ties = not model.untie_embeddings_and_output_weights
     rows = [Parameter(WORD_EMBEDDING, vocabulary, Stages.FIRST, 0, is_tied=ties)]
@@ -64,13 +73,12 @@ def parameters(model: ModelConfig, padded_vocab_size: int) -> list[Parameter]:
         positions = model.num_positions
         rows.append(Parameter(POSITION_EMBEDDING, (positions, hidden), Stages.FIRST))
     rows += _norm(model, ATTENTION_NORM, hidden)
-    rows += _linear(model, QKV, model.query_width + 2 * model.key_width, hidden)
+    rows += linear_rows(model, QKV, model.query_width + 2 * model.key_width, hidden)
     if model.qk_layernorm:
         rows += [row for key in (QUERY_NORM, KEY_NORM) for row in _norm(model, key, model.head_dim)]
-    rows += _linear(model, PROJECTION, hidden, model.query_width)
+    rows += linear_rows(model, PROJECTION, hidden, model.query_width)
     rows += _norm(model, MLP_NORM, hidden)
-    rows += _linear(model, FC1, model.mlp_columns, hidden)
-    rows += _linear(model, FC2, hidden, model.padded_ffn_hidden_size)
+    rows += mlp
     rows += _norm(model, FINAL_NORM, hidden, Stages.LAST)
     if not ties:
         rows.append(Parameter(OUTPUT_LAYER, vocabulary, Stages.LAST, 0))
@@ -96,12 +104,19 @@ def _norm(model: ModelConfig, key: str, width: int, stages: Stages = Stages.LAYE
     return [Parameter(key + part, (width,), stages) for part in parts]
 
 
-def _linear(model: ModelConfig, key: str, num_outputs: int, num_inputs: int) -> list[Parameter]:
-    pieces = 2 if key == FC1 and model.is_gated else 1
+def linear_rows(
+    model: ModelConfig, key: str, num_outputs: int, num_inputs: int, axes: Mapping[str, int] = shared_axes
+) -> list[Parameter]:
+    """Weight and, if the model has biases, bias of a linear layer.
+
+    Args:
+        axes: as `Architecture.shared_axes`.
+    """
+    pieces = 2 if key.endswith("linear_fc1.") and model.is_gated else 1
     weight = key + "weight"
     rows = [
-        Parameter(weight, (num_outputs, num_inputs), axis=shared_axes[weight], pieces=pieces, is_linear=True),
-        Parameter(key + "bias", (num_outputs,), axis=shared_axes.get(key + "bias"), pieces=pieces),
+        Parameter(weight, (num_outputs, num_inputs), axis=axes[weight], pieces=pieces, is_linear=True),
+        Parameter(key + "bias", (num_outputs,), axis=axes.get(key + "bias"), pieces=pieces),
     ]
     has_bias = not model.disable_bias_linear or (key == QKV and model.add_qkv_bias)
     return rows if has_bias else rows[:1]

@@ -1,0 +1,61 @@
+"""The settings of a mixture of experts, a part of the section ``model`` (`schema` says how fields become flags).
+
+How ranks share experts is in `parallel`. What experts cannot do yet, their architecture refuses (`models.moe.checks`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .fields import BelowOne, NotNegative, Positive, Size
+
+#: Losses that balance the load of experts, and ``none``.
+BALANCES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Experts and their router."""
+
+    num_experts: Size | None = None
+    """Experts of a layer, each of which is an MLP. A router sends every token to some of them. Default: no experts."""
+    moe_layer_freq: str = "1"
+    """Layers with experts; the others have one MLP. N: the first of every N layers. A list such as [0]*3+[1]*11: layers
+    with a 1."""
+    moe_ffn_hidden_size: Size | None = None
+    """Width of an expert. Default: ffn-hidden-size."""
+    moe_shared_expert_intermediate_size: Size | None = None
+    """Width of a shared expert, which has every token, beside the others. Default: no shared expert."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared expert's output with the sigmoid of a learned projection of the token."""
+    moe_router_topk: Size = 2
+    """Experts that a token is sent to."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that makes scores of the router's logits."""
+    moe_router_pre_softmax: bool = False
+    """On: softmax over all experts, then the choice of some. Off: softmax over the chosen experts."""
+    moe_router_num_groups: Size | None = None
+    """Groups of experts. A token's experts come from the best --moe-router-group-topk of them."""
+    moe_router_group_topk: Size | None = None
+    """Groups that a token's experts come from."""
+    moe_router_topk_scaling_factor: Positive | None = None
+    """Multiplies the probabilities of a token's experts. Default: 1."""
+    moe_router_dtype: Literal["fp32"] | None = None
+    """Dtype of the router's product. Default: 16 bits."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance experts by a bias that is added to the scores for the choice alone (arXiv 2408.15664). Needs
+    --moe-router-score-function sigmoid."""
+    moe_router_bias_update_rate: NotNegative = 1e-3
+    """What a step adds to the bias of an expert with fewer tokens than the mean, or subtracts."""
+    moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
+    """Losses that balance experts, one or several. aux_loss: over a micro-batch. seq_aux_loss: over each sequence.
+    global_aux_loss: over the global batch. none: no loss."""
+    moe_aux_loss_coeff: tuple[str, ...] = ("0.0",)
+    """Factor of each loss of --moe-router-load-balancing-type."""
+    moe_z_loss_coeff: NotNegative | None = None
+    """Factor of the z-loss, which keeps the router's logits small (arXiv 2202.08906). Default: no z-loss."""
+    moe_input_jitter_eps: BelowOne | None = None
+    """Multiply the router's input with random numbers between 1 - eps and 1 + eps. Default: no."""
+    moe_router_force_load_balancing: bool = False
+    """Replace the router's logits by random ones, so that experts are balanced. For benchmarks."""

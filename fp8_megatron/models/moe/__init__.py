@@ -1,0 +1,27 @@
+"""A decoder with experts in some layers. The names below are what `models.architecture.Architecture` asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...config.model import ModelConfig
+from ..decoder.costs import attention_flops, table_bytes
+from .checks import problems
+from .computed import changed_setting, computed_settings
+from .costs import backward_bytes, forward_bytes, kept_bytes, recomputed_mlp_bytes
+from .table import layer_orders, layer_shape, linear_weights, parameters, shared_axes
+
+if TYPE_CHECKING:
+    from ..hugging_face import HuggingFace
+
+
+def hugging_face() -> HuggingFace:
+    """As `Architecture.hugging_face`."""
+    from . import hugging_face_config  # imports torch
+
+    return hugging_face_config
+
+
+def describes(model: ModelConfig) -> bool:
+    """Every model with experts."""
+    return model.num_experts is not None

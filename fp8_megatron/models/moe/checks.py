@@ -1,0 +1,170 @@
+"""Checks of a decoder with experts: what its layers can compute, and what ranks can share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...config.moe import BALANCES
+from ...config.schema import Config
+from ...config.words import multiples_near, shortened
+from ..decoder.checks import problems as decoder_problems
+
+#: Elements of a weight that one amax is taken of (`docs/design.md`, chunk); an expert has whole ones.
+_CHUNK = 4096
+#: Losses of Megatron that no router here has, and what to use instead.
+_MISSING = {
+    "sinkhorn": "its iterations wait for the host; choose aux_loss, or --moe-router-force-load-balancing for speed",
+    "quantile_balancing": "there is no quantile balancing; choose aux_loss, or --moe-router-enable-expert-bias",
+}
+
+
+def problems(config: Config) -> Iterator[str]:
+    """As `Architecture.problems`."""
+    yield from decoder_problems(config)
+    yield from _layer_problems(config)
+    yield from _parallel_problems(config)
+    yield from _router_problems(config)
+    yield from _balance_problems(config)
+    yield from _precision_problems(config)
+    yield from _memory_problems(config)
+    yield from _width_problems(config)
+
+
+def _layer_problems(config: Config) -> Iterator[str]:
+    """Check which layers have experts, and what an expert is."""
+    model = config.model
+    pattern = f"moe_layer_freq({shortened(model.moe_layer_freq)})"
+    try:
+        if not model.expert_layers:
+            yield f"{pattern} leaves no layer with experts; drop num_experts, or give a list with a 1"
+    except ValueError:
+        yield (
+            f"{pattern} is neither a number of layers nor a list of 0 and 1 for num_layers({model.num_layers}); give "
+            f"--moe-layer-freq 2, or a list such as [0]*1+[1]*{model.num_layers - 1}"
+        )
+    if not model.disable_bias_linear:
+        yield "num_experts: experts have no biases; give --disable-bias-linear, and --add-qkv-bias to keep attention's"
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
+        yield "moe_shared_expert_gate has no effect alone; give --moe-shared-expert-intermediate-size, or drop it"
+
+
+def _parallel_problems(config: Config) -> Iterator[str]:
+    """Check which ranks share experts."""
+    parallel, experts = config.parallel, config.model.num_experts
+    assert experts is not None
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    if experts % ep:
+        yield (
+            f"num_experts({experts}) % expert_model_parallel_size({ep}) = {experts % ep}; choose an "
+            f"expert_model_parallel_size that divides the experts"
+        )
+    # Each of these goes where it is built.
+    if ep > 1:
+        yield f"expert_model_parallel_size({ep}): every rank holds all experts of its layers so far; choose 1"
+    if tp > 1:
+        yield f"num_experts with tensor_model_parallel_size({tp}): experts need whole layers so far; choose 1"
+    if parallel.expert_tensor_parallel_size not in (None, 1):
+        size = parallel.expert_tensor_parallel_size
+        yield f"expert_tensor_parallel_size({size}): an expert is on one rank; choose 1"
+
+
+def _router_problems(config: Config) -> Iterator[str]:
+    """Check how a token's experts are chosen."""
+    model = config.model
+    experts, chosen = model.num_experts, model.moe_router_topk
+    assert experts is not None
+    if chosen > experts:
+        yield f"moe_router_topk({chosen}) > num_experts({experts}); choose at most {experts}"
+    is_softmax = model.moe_router_score_function == "softmax"
+    if chosen == 1 and is_softmax and not model.moe_router_pre_softmax:
+        yield "moe_router_topk(1): the softmax of one score is 1 and teaches nothing; give --moe-router-pre-softmax"
+    if model.moe_router_enable_expert_bias and is_softmax:
+        yield "moe_router_enable_expert_bias needs --moe-router-score-function sigmoid; give both, or drop it"
+    groups, best = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is None or best is None:
+        if groups is not best:
+            yield (
+                f"moe_router_num_groups({groups}) and moe_router_group_topk({best}) belong together; give both, or "
+                f"neither"
+            )
+        return
+    if experts % groups:
+        yield f"num_experts({experts}) % moe_router_num_groups({groups}) = {experts % groups}; choose whole groups"
+    elif best > groups:
+        yield f"moe_router_group_topk({best}) > moe_router_num_groups({groups}); choose at most {groups}"
+    elif best * (experts // groups) < chosen or chosen < best:
+        yield (
+            f"moe_router_topk({chosen}) experts do not come from moe_router_group_topk({best}) groups of "
+            f"{experts // groups} experts; choose {best} to {best * (experts // groups)}"
+        )
+
+
+def _balance_problems(config: Config) -> Iterator[str]:
+    """Check the losses that balance experts."""
+    model = config.model
+    kinds, factors = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    for kind in kinds:
+        if kind not in BALANCES:
+            reason = _MISSING.get(kind, f"there is no such loss; choose from {' '.join(BALANCES)}")
+            yield f"moe_router_load_balancing_type({shortened(kind)}): {reason}"
+    if len(set(kinds)) != len(kinds) or (len(kinds) > 1 and "none" in kinds):
+        yield f"moe_router_load_balancing_type({shortened(' '.join(kinds))}): name each loss once, or none alone"
+    if kinds not in ((), ("none",)) and len(kinds) != len(factors):
+        yield (
+            f"moe_aux_loss_coeff has {len(factors)} factors for {len(kinds)} losses of moe_router_load_balancing_type; "
+            f"give one for each"
+        )
+        return
+    try:
+        bad = [factor for factor in model.balancing_losses.values() if not 0 <= factor < float("inf")]
+    except ValueError:
+        bad = [0.0]
+    if bad:
+        yield f"moe_aux_loss_coeff({shortened(' '.join(factors))}) are not factors of at least 0; give such as 1e-3"
+
+
+def _precision_problems(config: Config) -> Iterator[str]:
+    """Check the forms that experts have."""
+    precision = config.precision
+    if precision.precision in ("te", "fp16"):
+        yield f"num_experts: experts are in FP8 or BF16, not {precision.precision}; choose --precision fp8 or bf16"
+    if precision.is_fp8 and precision.has_blocks:
+        yield (
+            f"num_experts with fp8_recipe({precision.fp8_recipe}): an expert has one scale so far; choose delayed or "
+            f"tensorwise"
+        )
+    if precision.fp8_weight_grad_scaling == "delayed":
+        yield (
+            "fp8_weight_grad_scaling(delayed): gradients of experts have a scale for each block; drop it, or choose "
+            "block"
+        )
+
+
+def _memory_problems(config: Config) -> Iterator[str]:
+    """Check what of a layer with experts is not computed again."""
+    training, model = config.training, config.model
+    if training.mlp_chunks_for_training > 1:
+        count = training.mlp_chunks_for_training
+        yield f"mlp_chunks_for_training({count}): experts take all tokens at once; drop it, or num_experts"
+    try:
+        has_dense = len(model.expert_layers) < model.num_layers
+    except ValueError:
+        return  # `_layer_problems` reports it
+    if "mlp" in training.recomputed_modules and not has_dense:
+        yield "recompute_modules(mlp): every layer has experts, which are not computed again; drop mlp"
+
+
+def _width_problems(config: Config) -> Iterator[str]:
+    """Check that an expert's weights are whole for FP8 tensor cores and for the optimizer."""
+    model, multiple = config.model, config.precision.gemm_multiple
+    width, shared = model.expert_ffn_hidden_size, model.moe_shared_expert_intermediate_size
+    if config.precision.is_fp8:
+        for name, size in (("moe_ffn_hidden_size", width), ("moe_shared_expert_intermediate_size", shared or multiple)):
+            if size % multiple:
+                near = multiples_near(size, multiple)
+                yield f"FP8 GEMM: {name}({size}) is not a multiple of {multiple}; choose one ({near})"
+    if width * model.hidden_size % _CHUNK:
+        yield (
+            f"hidden_size({model.hidden_size}) × moe_ffn_hidden_size({width}) = {width * model.hidden_size} is not a "
+            f"multiple of {_CHUNK}, which an expert's weights are stored in; choose other widths"
+        )

@@ -1,0 +1,44 @@
+"""The settings of a decoder with experts that change what weights of the same shapes compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...config.model import ModelConfig, layers_with_experts
+from ..decoder import computed as decoder
+
+_OF_EXPERTS = (
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+)
+#: As `Architecture.computed_settings`.
+computed_settings = (*decoder.computed_settings, *_OF_EXPERTS)
+
+
+def changed_setting(saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool = False) -> str | None:
+    """As `Architecture.changed_setting`."""
+    changed = decoder.changed_setting(saved, model, finetune=finetune)
+    if changed is not None:
+        return changed
+    for name in _OF_EXPERTS:
+        if name in saved and saved[name] != getattr(model, name) and not _is_same(saved[name], model, name):
+            return name
+    return None
+
+
+def _is_same(value: Any, model: ModelConfig, name: str) -> bool:
+    """Whether two spellings of a setting mean the same, or the model does not read it."""
+    if name == "moe_layer_freq":
+        try:
+            return layers_with_experts(value, model.num_layers) == model.expert_layers
+        except ValueError:
+            return False
+    if name == "moe_router_topk_scaling_factor":
+        return (value or 1.0) == (model.moe_router_topk_scaling_factor or 1.0)
+    return name == "moe_router_pre_softmax" and model.moe_router_score_function != "softmax"

@@ -1,0 +1,84 @@
+"""The parameters of a decoder with experts, and the widths of a layer.
+
+All experts of a layer are one parameter a projection. A layer without experts has the MLP of a decoder. Checkpoints
+stack a key over the layers that have it: with layers 0 and 1 dense, row 0 of an expert's weights is layer 2's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from ...config.model import ModelConfig
+from ..architecture import LayerShape, Parameter
+from ..decoder import table as decoder
+from ..keys import LAYERS
+
+ROUTER = LAYERS + "mlp.router."
+EXPERTS_FC1 = LAYERS + "mlp.experts.linear_fc1."
+EXPERTS_FC2 = LAYERS + "mlp.experts.linear_fc2."
+SHARED_FC1 = LAYERS + "mlp.shared_experts.linear_fc1."
+SHARED_FC2 = LAYERS + "mlp.shared_experts.linear_fc2."
+SHARED_GATE = LAYERS + "mlp.shared_experts.gate_weight"
+
+linear_weights = (
+    *decoder.linear_weights,
+    *(prefix + "weight" for prefix in (EXPERTS_FC1, EXPERTS_FC2, SHARED_FC1, SHARED_FC2)),
+)
+#: Tensor-parallel ranks share a shared expert as the MLP of a dense layer, and no expert.
+shared_axes: Mapping[str, int] = MappingProxyType(
+    {**decoder.shared_axes, SHARED_FC1 + "weight": 0, SHARED_FC1 + "bias": 0, SHARED_FC2 + "weight": 1}
+)
+#: Megatron's optimizer lays out no layer with experts that this project reads.
+layer_orders: tuple[tuple[str, ...], ...] = ()
+
+
+def parameters(model: ModelConfig, padded_vocab_size: int) -> list[Parameter]:
+    """As `Architecture.parameters`."""
+    hidden, dense = model.hidden_size, tuple(sorted({*range(model.num_layers)} - {*model.expert_layers}))
+    mlp = [
+        *decoder.linear_rows(model, decoder.FC1, model.mlp_columns, hidden),
+        *decoder.linear_rows(model, decoder.FC2, hidden, model.padded_ffn_hidden_size),
+    ]
+    rows = [replace(row, layers=dense) for row in mlp] if dense else []
+    rows += [replace(row, layers=model.expert_layers) for row in _mixture(model)]
+    return decoder.around_mlp(model, padded_vocab_size, rows)
+
+
+def _mixture(model: ModelConfig) -> list[Parameter]:
+    """The rows of a layer's router, experts and shared expert."""
+    experts, hidden, shared = model.num_experts, model.hidden_size, model.moe_shared_expert_intermediate_size
+    assert experts is not None
+    rows = [Parameter(ROUTER + "weight", (experts, hidden))]
+    if model.moe_router_enable_expert_bias:
+        rows.append(Parameter(ROUTER + "expert_bias", (experts,), is_buffer=True))
+    pieces = 2 if model.is_gated else 1
+    sizes = (
+        (EXPERTS_FC1, model.expert_columns, hidden, pieces),
+        (EXPERTS_FC2, hidden, model.expert_ffn_hidden_size, 1),
+    )
+    rows += [
+        Parameter(
+            key + "weight",
+            (experts, num_outputs, num_inputs),
+            pieces=pieces_of_key,
+            is_linear=True,
+            experts=experts,
+            experts_of_token=model.moe_router_topk,
+        )
+        for key, num_outputs, num_inputs, pieces_of_key in sizes
+    ]
+    if shared is not None:
+        rows += decoder.linear_rows(model, SHARED_FC1, pieces * shared, hidden, shared_axes)
+        rows += decoder.linear_rows(model, SHARED_FC2, hidden, shared, shared_axes)
+        if model.moe_shared_expert_gate:
+            rows.append(Parameter(SHARED_GATE, (1, hidden)))
+    return rows
+
+
+def layer_shape(model: ModelConfig) -> LayerShape:
+    """As `Architecture.layer_shape`, of a layer with experts."""
+    shared = model.moe_shared_expert_intermediate_size or 0
+    mlp = model.moe_router_topk * model.expert_ffn_hidden_size + shared
+    return replace(decoder.layer_shape(model), mlp=mlp, mlp_input=(2 if model.is_gated else 1) * mlp)

@@ -1,0 +1,136 @@
+"""Flags of experts: what is read, what is refused with one line, and what megatron-core is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.io import parse_command_line, parse_config
+from fp8_megatron.config.schema import Config
+from fp8_megatron.mcore.transformer_config import transformer_config
+
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --swiglu "
+    "--disable-bias-linear --mock-data --vocab-size 1024 --ffn-hidden-size 512 --num-experts 8"
+)
+
+
+def config_of(flags: str) -> Config:
+    return parse_config(f"{MODEL} {flags}".split())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [("1", (0, 1, 2, 3)), ("2", (0, 2)), ("3", (0, 3)), ("([0]*1+[1]*3)", (1, 2, 3)), ("[0,1,1,0]", (1, 2))],
+)
+def test_layers_with_experts(pattern: str, layers: tuple[int, ...]) -> None:
+    """N is the first of every N layers, as in megatron-core."""
+    config = config_of(f"--moe-layer-freq {pattern}")
+    check_config(config, 1)
+    assert config.model.expert_layers == layers
+
+
+def test_megatron_core_has_the_same_experts() -> None:
+    config = config_of(
+        "--moe-layer-freq [0]*1+[1]*3 --moe-ffn-hidden-size 128 --moe-router-topk 4 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-router-dtype fp32 "
+        "--moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss global_aux_loss "
+        "--moe-aux-loss-coeff 1e-4 1e-2 --moe-z-loss-coeff 1e-3 --moe-shared-expert-intermediate-size 64"
+    )
+    check_config(config, 1)
+    settings = transformer_config(config, torch.device("cpu"))
+    assert (settings.num_moe_experts, settings.moe_layer_freq, settings.moe_ffn_hidden_size) == (8, [0, 1, 1, 1], 128)
+    assert (settings.moe_router_topk, settings.moe_router_score_function) == (4, "sigmoid")
+    assert settings.moe_router_enable_expert_bias and settings.moe_router_dtype == "fp32"
+    assert (settings.moe_router_num_groups, settings.moe_router_group_topk) == (4, 2)
+    assert (settings.moe_router_topk_scaling_factor, settings.moe_z_loss_coeff) == (2.5, 1e-3)
+    assert settings.moe_router_load_balancing_type == ["seq_aux_loss", "global_aux_loss"]
+    assert settings.moe_aux_loss_coeff == [1e-4, 1e-2]
+    assert settings.moe_shared_expert_intermediate_size == 64
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "factor"),
+    [
+        ("", "aux_loss", 0.0),
+        ("--moe-aux-loss-coeff 1e-2", "aux_loss", 0.01),
+        ("--moe-router-load-balancing-type none", "none", 0.0),
+    ],
+)
+def test_one_loss_is_no_list(flags: str, kind: str, factor: float) -> None:
+    settings = transformer_config(config_of(flags), torch.device("cpu"))
+    assert (settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff) == (kind, factor)
+    assert settings.moe_ffn_hidden_size == 512
+
+
+def test_switches_of_speed_have_nothing_to_do() -> None:
+    idle = "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-shared-expert-overlap"
+    line = parse_command_line(f"{MODEL} {idle}".split())
+    assert line.config == config_of("") and f"no effect here: {idle} " in line.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--moe-layer-freq [1]*3", "moe_layer_freq([1]*3) is neither a number of layers nor a list of 0 and 1 for num"),
+        ("--moe-layer-freq 0", "moe_layer_freq(0) is neither"),
+        ("--moe-layer-freq [0]*4", "moe_layer_freq([0]*4) leaves no layer with experts"),
+        ("--no-disable-bias-linear", "experts have no biases; give --disable-bias-linear"),
+        ("--moe-shared-expert-gate", "moe_shared_expert_gate has no effect alone"),
+        ("--expert-tensor-parallel-size 2", "expert_tensor_parallel_size(2): an expert is on one rank"),
+        ("--moe-router-topk 9", "moe_router_topk(9) > num_experts(8)"),
+        ("--moe-router-topk 1", "moe_router_topk(1): the softmax of one score is 1"),
+        ("--moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),
+        ("--moe-router-num-groups 4", "moe_router_num_groups(4) and moe_router_group_topk(None) belong together"),
+        ("--moe-router-num-groups 3 --moe-router-group-topk 1", "num_experts(8) % moe_router_num_groups(3) = 2"),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 5", "moe_router_group_topk(5) > moe_router_num_groups(4)"),
+        ("--moe-router-num-groups 8 --moe-router-group-topk 1", "moe_router_topk(2) experts do not come from"),
+        (
+            "--moe-router-load-balancing-type sinkhorn",
+            "load_balancing_type(sinkhorn): its iterations wait for the host",
+        ),
+        ("--moe-router-load-balancing-type quantile_balancing", "there is no quantile balancing"),
+        (
+            "--moe-router-load-balancing-type aux",
+            "load_balancing_type(aux): there is no such loss; choose from aux_loss",
+        ),
+        (
+            "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 1 0",
+            "name each loss once, or none alone",
+        ),
+        ("--moe-aux-loss-coeff 1 2", "moe_aux_loss_coeff has 2 factors for 1 losses"),
+        ("--moe-aux-loss-coeff much", "moe_aux_loss_coeff(much) are not factors"),
+        ("--precision te", "experts are in FP8 or BF16, not te"),
+        ("--fp8-recipe blockwise", "num_experts with fp8_recipe(blockwise)"),
+        (
+            "--fp8-weight-grad-scaling delayed",
+            "fp8_weight_grad_scaling(delayed): gradients of experts have a scale for",
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules mlp",
+            "recompute_modules(mlp): every layer has experts",
+        ),
+        ("--hidden-size 512 --moe-ffn-hidden-size 24", "FP8 GEMM: moe_ffn_hidden_size(24) is not a multiple of 16"),
+        ("--moe-ffn-hidden-size 8 --bf16", "= 2048 is not a multiple of 4096"),
+    ],
+)
+def test_what_cannot_work_is_one_line_with_its_values(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(config_of(flags), 1, on_this_machine=False)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--moe-router-topk 4", "moe_router_topk(4) has no effect without num_experts; drop it or give --num-experts"),
+        ("--expert-model-parallel-size 2", "expert_model_parallel_size(2) has no effect without num_experts"),
+        ("--recompute-activations --recompute-modules moe_act core_attn", "recompute_modules(moe_act) is for experts"),
+    ],
+)
+def test_without_experts_their_flags_are_errors(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(parse_config(f"--mock-data --vocab-size 1024 {flags}".split()), 1)
+    assert said in str(error.value)

@@ -1,0 +1,106 @@
+"""A decoder with experts: its table of parameters, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8_megatron.checkpoint.placement import placement_of
+from fp8_megatron.config.schema import Config, ModelConfig, TrainingConfig
+from fp8_megatron.models.registry import architecture_of, is_linear_weight, layers_of_key, weight_shapes
+from fp8_megatron.planning.memory import parameters_by_class
+from fp8_megatron.reporting.flops import linear_params_per_layer
+from fp8_megatron.sharding.partition import StorageClass
+from fp8_megatron.sharding.region import Region
+from tests.harness.tiny_gpt import LLAMA_STYLE
+
+LAYERS = "decoder.layers.mlp."
+DENSE = replace(LLAMA_STYLE, num_layers=4)
+MODEL = replace(DENSE, num_experts=8, moe_ffn_hidden_size=32, moe_router_topk=3)
+MIXED = replace(MODEL, moe_layer_freq="[0,1,1,0]")
+HIDDEN = DENSE.hidden_size
+EXPERT = 3 * 32 * HIDDEN
+
+
+def test_the_keys_of_experts_are_megatrons() -> None:
+    shared = replace(
+        MODEL,
+        moe_shared_expert_intermediate_size=64,
+        moe_shared_expert_gate=True,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )
+    shapes = weight_shapes(shared, 256)
+    assert {key.removeprefix(LAYERS): shape for key, shape in shapes.items() if key.startswith(LAYERS)} == {
+        "linear_fc1.layer_norm_weight": (4, HIDDEN),
+        "router.weight": (4, 8, HIDDEN),
+        "router.expert_bias": (4, 8),
+        "experts.linear_fc1.weight": (4, 8, 64, HIDDEN),
+        "experts.linear_fc2.weight": (4, 8, HIDDEN, 32),
+        "shared_experts.linear_fc1.weight": (4, 128, HIDDEN),
+        "shared_experts.linear_fc2.weight": (4, HIDDEN, 64),
+        "shared_experts.gate_weight": (4, 1, HIDDEN),
+    }
+    around = [key for key in weight_shapes(DENSE, 256) if not key.startswith(LAYERS)]
+    assert [key for key in shapes if not key.startswith(LAYERS)] == around
+    assert is_linear_weight(LAYERS + "experts.linear_fc1.weight") and not is_linear_weight(LAYERS + "router.weight")
+
+
+def test_a_key_is_stacked_over_the_layers_that_have_it() -> None:
+    shapes = weight_shapes(MIXED, 256)
+    assert shapes[LAYERS + "experts.linear_fc2.weight"] == (2, 8, HIDDEN, 32)
+    assert shapes[LAYERS + "linear_fc2.weight"] == (2, HIDDEN, DENSE.padded_ffn_hidden_size)
+    assert shapes["decoder.layers.self_attention.linear_proj.weight"][0] == 4
+    assert layers_of_key(MIXED, LAYERS + "linear_fc2.weight") == (0, 3)
+    experts = placement_of("decoder.layers.2.mlp.experts.linear_fc2.weight", Region((8, HIDDEN, 32)), MIXED)
+    assert experts.key == LAYERS + "experts.linear_fc2.weight"
+    assert experts.region.global_shape == (2, 8, HIDDEN, 32) and experts.region.stacked[0] == (1, 2)
+    dense = placement_of("decoder.layers.3.mlp.linear_fc2.weight", Region((HIDDEN, 96)), MIXED)
+    assert dense.region.stacked[0] == (1, 2)
+    norm = placement_of("decoder.layers.3.pre_mlp_layernorm.weight", Region((HIDDEN,)), MIXED)
+    assert norm.region.stacked[0] == (3, 4)
+
+
+@pytest.mark.parametrize(("model", "num_expert_layers"), [(MODEL, 4), (MIXED, 2)])
+def test_a_token_is_multiplied_with_its_own_experts(model: ModelConfig, num_expert_layers: int) -> None:
+    mlp = 3 * DENSE.padded_ffn_hidden_size * HIDDEN
+    attention = linear_params_per_layer(DENSE) - mlp
+    of_layers = num_expert_layers * 3 * EXPERT + (4 - num_expert_layers) * mlp
+    assert linear_params_per_layer(model) == attention + of_layers / 4
+    shared = replace(model, moe_shared_expert_intermediate_size=64)
+    added = 3 * 64 * HIDDEN * num_expert_layers / 4
+    assert linear_params_per_layer(shared) == linear_params_per_layer(model) + added
+
+
+def test_all_experts_are_stored_and_expert_parallel_ranks_share_them() -> None:
+    config = Config(model=MIXED)
+    linear = {part: parameters_by_class(config, 256, part=part)[StorageClass.LINEAR] for part in ("all", "others")}
+    assert linear["all"] - linear["others"] == 2 * 8 * EXPERT
+    sharing = replace(config, parallel=replace(config.parallel, expert_model_parallel_size=4))
+    of_rank = parameters_by_class(sharing, 256, stage=0, part="experts")
+    assert of_rank == {StorageClass.LINEAR: 2 * 2 * EXPERT, StorageClass.MATRIX: 0, StorageClass.VECTOR: 0}
+
+
+def test_layers_without_experts_cost_what_a_decoder_s_do() -> None:
+    mixed, dense = (Config(model=model, training=TrainingConfig(micro_batch_size=8)) for model in (MIXED, DENSE))
+    own, decoder = architecture_of(MIXED), architecture_of(DENSE)
+    for cost in ("kept_bytes", "forward_bytes", "backward_bytes", "recomputed_mlp_bytes"):
+        assert getattr(own, cost)(mixed, 0) == getattr(decoder, cost)(dense, 0)
+        assert getattr(own, cost)(mixed, 1) != getattr(decoder, cost)(dense, 1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "name"),
+    [
+        ({"moe_router_topk": 2}, "moe_router_topk"),
+        ({"moe_layer_freq": "1"}, "moe_layer_freq"),
+        ({"moe_layer_freq": "[0]*1+[1]*2+[0]"}, None),
+        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function"),
+        ({"moe_router_topk_scaling_factor": 1.0}, None),
+        ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor"),
+        ({"norm_epsilon": 0.1}, "norm_epsilon"),
+    ],
+)
+def test_settings_that_change_what_weights_compute(saved: dict[str, object], name: str | None) -> None:
+    assert architecture_of(MIXED).changed_setting(saved, MIXED) == name
