@@ -60,7 +60,7 @@ def build_optimizer(
         storage=ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32),
         histories=delayed_scales(model, device),
         num_gradients=gradient_accumulation_steps or 1,
-        replication=replication,
+        ranks=replication,
         transposed=transposed_weights(model),
         rule=rule,
     )
@@ -69,7 +69,7 @@ def build_optimizer(
     _watch_loads(model, built, names)
     _watch_shards(model, built, names)
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP wraps models of one rank too
-        allow_ddp(model, [space.grads for space in built._spaces], replication)
+        allow_ddp(model, [space.buffer for space in built._spaces], replication)
     else:
         model._ddp_params_and_buffers_to_ignore = RefusesDDP()  # type: ignore[assignment]
     if replication is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from .gradients import ParamGrad, SpaceGrads
+from .gradients import ParamGrad, ReadableGradBuffer
 
 
 @torch.no_grad()
@@ -40,25 +40,25 @@ def clip_grad_norm_(parameters: torch.nn.Module | Tensor | Iterable[Tensor], max
     squares += _squared_norms(whole)
     norm = torch.cat([square.to(params[0].device) for square in squares]).sum().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for space in whole:
-        space.buffer.scale_(factor)
+    for buffer in whole:
+        buffer.scale_(factor)
     for own in single:
         own.scale_(factor)
-    for own in (*single, *(grad for space in whole for grad in space.grads)):
+    for own in (*single, *(grad for buffer in whole for grad in buffer.gradients)):
         own.scale_others_(factor)
     for grad in plain:
         grad.mul_(factor.to(grad.device))
     return norm
 
 
-def _squared_norms(spaces: Sequence[SpaceGrads]) -> list[Tensor]:
-    """Σ x² of the gradients of spaces, in summands FP32 [1]; called by every replica."""
+def _squared_norms(buffers: Sequence[ReadableGradBuffer]) -> list[Tensor]:
+    """Σ x² of the gradients of buffers, in summands FP32 [1]; called by every replica."""
     shared: dict[Group, list[Tensor]] = {}
     squares = []
-    for space in spaces:
-        group = space.buffer.space.replicas.group
-        square = space.buffer.squared_norm()
-        if group is None or space.buffer.space.num_shards == 1:
+    for buffer in buffers:
+        group = buffer.space.replicas.group
+        square = buffer.squared_norm()
+        if group is None or buffer.space.num_shards == 1:
             squares.append(square)
         else:
             shared.setdefault(group, []).append(square)
@@ -69,20 +69,20 @@ def _squared_norms(spaces: Sequence[SpaceGrads]) -> list[Tensor]:
     return squares
 
 
-def _sorted_by_storage(params: Sequence[Tensor]) -> tuple[list[SpaceGrads], list[ParamGrad], list[Tensor]]:
-    """Spaces whose gradients are all meant, single gradients of other spaces, and gradients in no space."""
-    wanted: dict[SpaceGrads, list[ParamGrad]] = {}
+def _sorted_by_storage(params: Sequence[Tensor]) -> tuple[list[ReadableGradBuffer], list[ParamGrad], list[Tensor]]:
+    """Buffers whose gradients are all meant, single gradients of others, and gradients in no buffer."""
+    wanted: dict[ReadableGradBuffer, list[ParamGrad]] = {}
     plain: list[Tensor] = []
     for param in params:
         own = getattr(param, "main_grad", None)
         if isinstance(own, ParamGrad):
-            wanted.setdefault(own.space, []).append(own)
+            wanted.setdefault(own.buffer, []).append(own)
         elif param.grad is not None:
             plain.append(param.grad)
     whole, single = [], []
-    for space, grads in wanted.items():
-        if sum(space.settle()) == len(grads):
-            whole.append(space)
+    for buffer, grads in wanted.items():
+        if sum(buffer.settle()) == len(grads):
+            whole.append(buffer)
         else:
             single += grads
     return whole, single, plain

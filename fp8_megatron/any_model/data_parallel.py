@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..errors import UserError
+from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_grad import GradPlace, WeightGrad
 from ..sharding.data_parallel import Exchange, exchange_of
@@ -34,7 +35,8 @@ from ..sharding.sharded_grads import ShardedGradBuffer
 from ..sharding.staging import StagingPools
 from ..sharding.storage import ModelStorage
 from ..sharding.whole_grads import WholeGradBuffer, multiply_
-from .gradients import ParamGrad
+from .gradients import ParamGrad, ReadableGradBuffer
+from .model_ranks import ModelRanks
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class NoHook:
         pass
 
 
-class Replication:
+class Replication(ModelRanks):
     """One model's replicas, and the gradients that they exchange.
 
     Args:
@@ -91,9 +93,9 @@ class Replication:
     """
 
     def __init__(self, group: Group, device: torch.device, exchange: Exchange | None = None) -> None:
-        self.group = group
+        super().__init__(exchange)
+        self.group: Group = group
         self.sharing = Sharing(Replicas.of(group, device))
-        self.exchange = exchange or Exchange()
         self.buffers: list[ReplicaGradBuffer] = []
         # What ranks agree on is sent beside the gradients, between hosts: it arrives whatever the devices wait for.
         ranks = torch.distributed.get_process_group_ranks(group)
@@ -111,10 +113,10 @@ class Replication:
         self._announces = device.type == "cpu"
         self._has_announced = False
 
-    def add_space(self, space: ParamSpace, storage: ModelStorage, grads: Sequence[ParamGrad]) -> ReplicaGradBuffer:
-        """Storage for the gradients of one more space."""
+    def grad_buffer(self, space: ParamSpace, storage: ModelStorage, num_gradients: int) -> ReplicaGradBuffer:
         if self._staging.has_buffers:  # a param group that is added later may have larger buckets
             self._staging = StagingPools()
+        grads = [ParamGrad(slot) for slot in space.slots]
         self.buffers.append(ReplicaGradBuffer(space, grads, self, storage, self._staging))
         return self.buffers[-1]
 
@@ -192,7 +194,7 @@ class Replication:
         self._has_checked = True
         use = tuple(
             (index, own.num_sent)
-            for index, own in enumerate(own for buffer in self.buffers for own in buffer.grads)
+            for index, own in enumerate(own for buffer in self.buffers for own in buffer.gradients)
             if own.param.grad is not None
         )
         self._compare((self._num_steps, use), gathers=False)
@@ -255,6 +257,9 @@ class Replication:
         if not self._are_equal(sums, what):
             raise ReplicaError(_not_together(what, "others call something else"))
 
+    def sum_over_ranks_(self, square_sum: SquareSum, histories: Sequence[AmaxHistory]) -> None:
+        self.sum_(square_sum)
+
     def sum_(self, value: Tensor) -> Tensor:
         """Replace a tensor (any shape and dtype) by its sum over the replicas, and return it; called by all of them."""
         torch.distributed.all_reduce(value, group=self.group)
@@ -278,7 +283,7 @@ class Replication:
                     part.copy_(torch.view_as_complex(sent) if part.is_complex() else sent)
 
 
-class ReplicaGradBuffer(ShardedGradBuffer):
+class ReplicaGradBuffer(ReadableGradBuffer, ShardedGradBuffer):
     """The gradients of one space over replicas.
 
     Those that are held back, in ``no_sync`` and recorded steps, are added up on this rank, in `on_rank`. `finish` sends
@@ -293,21 +298,24 @@ class ReplicaGradBuffer(ShardedGradBuffer):
         storage: ModelStorage,
         staging: StagingPools,
     ) -> None:
-        self.grads = grads
         formats = storage.of_grads(space.storage, space.dtype)
         reducer, pool = exchange_of(space, formats, replication.exchange, staging)
         overlaps = replication.exchange.overlaps_reduce
-        super().__init__(space, reducer, pool, dtype=formats.shard, overlap=overlaps, gradients=self.grads)
+        super().__init__(space, reducer, pool, dtype=formats.shard, overlap=overlaps, gradients=grads)
         self.replication = replication
         self._always_holds = formats.adds_locally
         #: `on_rank`, if there is any. Weights have it from the first gradient on that is held back.
         self._held: WholeGradBuffer | None = None
         if formats.adds_locally:
-            self._held = WholeGradBuffer(space, formats.local, self.grads)
+            self._held = WholeGradBuffer(space, formats.local, grads)
         self._is_dirty = False
         #: FP32 [num_slots], of the means; None if a mean has changed.
         self._squared_norms: Tensor | None = None
-        self._index: dict[Gradient, int] = {own: index for index, own in enumerate(self.grads)}
+        self._index: dict[Gradient, int] = {own: index for index, own in enumerate(self.gradients)}
+
+    def attach(self) -> None:
+        super().attach()
+        self.take_others()  # every reader of ``p.grad`` sees the mean
 
     @property
     def nbytes(self) -> int:
@@ -317,7 +325,7 @@ class ReplicaGradBuffer(ShardedGradBuffer):
     def on_rank(self) -> WholeGradBuffer:
         """Sums that are on this rank alone."""
         if self._held is None:  # FP8 would round the first of them
-            self._held = WholeGradBuffer(self.space, None, self.grads, num_gradients=2)
+            self._held = WholeGradBuffer(self.space, None, self.gradients, num_gradients=2)
         return self._held
 
     @property
@@ -367,7 +375,7 @@ class ReplicaGradBuffer(ShardedGradBuffer):
 
     def finish(self) -> None:
         """Send what has not left yet, and wait for everything; called through `Replication.finish`."""
-        for own in self.grads:
+        for own in self.gradients:
             if own.count:
                 held = self._taken(own)
                 if own.param.grad is not None:
@@ -385,7 +393,7 @@ class ReplicaGradBuffer(ShardedGradBuffer):
             self._held.drop(gradient)
         if not gradient.in_shard:
             return
-        if any(self._is_in_use(own) for own in self.grads if own.in_shard):
+        if any(self._is_in_use(own) for own in self.gradients if own.in_shard):
             self.zero_(gradient)
             return
         self._wait()  # what is on its way has to arrive
@@ -415,7 +423,7 @@ class ReplicaGradBuffer(ShardedGradBuffer):
     def squared_norm_of(self, gradient: Gradient) -> Tensor:
         self.replication.finish()
         if self._squared_norms is None:
-            norms = torch.zeros(len(self.grads), device=self.space.device)
+            norms = torch.zeros(len(self.gradients), device=self.space.device)
             for own, index in self._index.items():
                 for part in self.shard_parts(own):
                     norms[index] += part.float().square().sum()
@@ -429,7 +437,7 @@ class ReplicaGradBuffer(ShardedGradBuffer):
 
     def scale_(self, factor: Tensor | float, gradients: Sequence[Gradient] | None = None) -> None:
         self.replication.finish()
-        scaled = [own for own in self.grads if own.in_shard] if gradients is None else gradients
+        scaled = [own for own in self.gradients if own.in_shard] if gradients is None else gradients
         multiply_([part for own in scaled for part in self.shard_parts(own)], factor)
         if self._squared_norms is not None:
             numbers = [self._index[own] for own in gradients or ()]

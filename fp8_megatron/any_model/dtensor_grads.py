@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..kernels import ops
-from ..sharding.gradient import GradBuffer, Gradient
+from ..sharding.gradient import Gradient
 from ..sharding.partition import ParamSpace, Slot
-from .gradients import ParamGrad
+from .gradients import ParamGrad, ReadableGradBuffer
 
 
 class _DTensorGrad(ParamGrad):
@@ -35,7 +35,7 @@ class _DTensorGrad(ParamGrad):
         return grad.to_local().reshape(-1)
 
 
-class DTensorGradBuffer(GradBuffer):
+class DTensorGradBuffer(ReadableGradBuffer):
     """A space's gradients, each in its parameter's own ``grad``.
 
     FSDP2 lays the gradients of one reduction out in one tensor. Parameters that follow each other there and in the
@@ -47,9 +47,15 @@ class DTensorGradBuffer(GradBuffer):
     """
 
     def __init__(self, space: ParamSpace, params: Sequence[DTensor]) -> None:
-        self.grads = [_DTensorGrad(slot, param) for slot, param in zip(space.slots, params, strict=True)]
-        super().__init__(space, self.grads)
+        grads = [_DTensorGrad(slot, param) for slot, param in zip(space.slots, params, strict=True)]
+        super().__init__(space, grads)
+        self._grads = grads
         self.payload = torch.empty(0, device=space.device)
+
+    def attach(self) -> None:
+        """``p.grad`` is torch's."""
+        for own in self._grads:
+            own.buffer = self
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, ops.FlatState]]:
         run: list[tuple[Slot, Tensor]] = []
@@ -87,7 +93,7 @@ class DTensorGradBuffer(GradBuffer):
         return [slot.name for slot, grad in self._present() if not torch.isfinite(grad).all().item()]
 
     def _present(self) -> Iterator[tuple[Slot, Tensor]]:
-        return ((own.slot, rows) for own in self.grads if (rows := own.rows) is not None)
+        return ((own.slot, rows) for own in self._grads if (rows := own.rows) is not None)
 
 
 def _continues(last: tuple[Slot, Tensor], slot: Slot, grad: Tensor) -> bool:

@@ -14,7 +14,7 @@ weight_shards`), and `fp8_megatron.initialize` gives the shards FP8 state:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,84 +26,97 @@ from torch.distributed.tensor import DTensor
 from ..device.group import Group
 from ..dtypes import LEVELS, STATE_BLOCK, StorageDtype
 from ..nn.module import FP8Linear
-from ..optimizer.rules.rule import build_rule
-from ..optimizer.written_weights import write_weight
-from ..quantization.amax_history import SquareSum
+from ..optimizer.rules.rule import UpdateRule
+from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_shards import agree_on_scale_, stored_part
-from ..sharding.partition import ParamSpace, Slot, StorageClass, partition
+from ..sharding.partition import ParamSpace, partition, storage_class
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
 from .build import delayed_scales, transposed_weights
 from .dtensor_grads import DTensorGradBuffer
 from .fsdp_reduce import check_reshard, reduce_in_fp8
-from .gradients import SpaceGrads
+from .model_ranks import ModelRanks
 from .optimizer import FP8Optimizer
-from .shard_states import ShardedState
+from .param_state import Entry, LocalParam
 from .sharded_param import ShardedParam
-from .space import ModelSpace
 from .torch_optimizers import OptimizerError, check_optimizer, take_place_of
 
 
-class FSDPOptimizer(FP8Optimizer):
-    """`FP8Optimizer` for the parameters that ``fully_shard`` made; `build_sharded_optimizer` makes it."""
+class FullyShard(ModelRanks):
+    """The parameters that ``fully_shard`` made: each rank has rows of them, and FSDP2 exchanges gradients.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._sharded: dict[int, ShardedParam] = {}
-        self._groups: list[Group] = []
+    Args:
+        storage: what is stored in which format.
+    """
+
+    def __init__(self, storage: ModelStorage) -> None:
+        super().__init__()
+        self._storage = storage
+        self._params: list[ShardedParam] = []
         #: Along each dimension of the parameters' meshes: a rank meets all ranks of the model by meeting these in turn.
         self._mesh_groups: list[Group] = []
-        #: By name, the `ShardedParam.mark` of a plain parameter when its values were last the master's.
-        self._marks: dict[str, tuple[int, int, int]] = {}
-        super().__init__(*args, **kwargs)
 
-    def _whole_state(self, transposed: Iterable[Tensor]) -> ShardedState:
-        parts = (self._spaces, self._numbers, self._skipped.num, self._histories)
-        return ShardedState(
-            *parts,
-            rules=self._rules,
-            transposed=transposed,
-            sharded=self._sharded.values(),
-            storage=self._storage,
-            groups=self._groups,
-        )
-
-    @torch.no_grad()
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `FP8Optimizer.add_param_group`."""
-        self._join(param_group)
-        sharded = [ShardedParam.of(self._names[param], param) for param in param_group["params"]]
-        self._frozen += [param for param in param_group["params"] if not param.requires_grad]
-        trained = [one for one in sharded if one.param.requires_grad]
-        for one in trained:
-            self._sharded[id(one.rows)] = one
-            if one.group not in self._groups:
-                self._groups.append(one.group)
+    def local_param(self, name: str, param: torch.nn.Parameter, rule: UpdateRule) -> ShardedParam:
+        one = ShardedParam(name, param, rule)
+        if param.requires_grad:
+            self._params.append(one)
             self._mesh_groups += [group for group in one.mesh_groups if group not in self._mesh_groups]
             self._check_storage(one)
-        rule = build_rule(self._rule, param_group)
-        self._name_state({one.param: rule for one in trained})
-        spaces = partition(
-            [(one.name, one.rows) for one in trained if one.rows.numel()],  # type: ignore[misc]
-            self._sharing_of,
-            region_of=lambda rows: self._sharded[id(rows)].region,
+        return one
+
+    def spaces(self, params: Sequence[LocalParam]) -> list[ParamSpace]:
+        sharded = {one.rows: one for one in params if isinstance(one, ShardedParam)}
+        return partition(
+            [(one.name, one.rows) for one in params],  # type: ignore[misc]
+            lambda rows: Sharing(Replicas.of(None, rows.device), scaled_with=sharded[rows].group),
+            region_of=lambda rows: sharded[rows].region,
             keeps_dtype=True,
         )
-        for space in spaces:
-            self._spaces.append(self._build(space, param_group))
 
-    def take_unfrozen(self) -> None:
-        """A shard is not given state later.
+    def grad_buffer(self, space: ParamSpace, storage: ModelStorage, num_gradients: int) -> DTensorGradBuffer:
+        sharded = {one.rows: one.param for one in self._params}
+        return DTensorGradBuffer(space, [sharded[slot.param] for slot in space.slots])
+
+    def unfrozen(self, params: Sequence[LocalParam]) -> Sequence[LocalParam]:
+        """None: a shard is not given state later.
 
         Raises:
-            OptimizerError: a parameter that was frozen when it was added has a gradient.
+            OptimizerError: one has a gradient.
         """
-        for param in self._frozen:
-            if param.grad is not None:
+        for one in params:
+            if one.param.grad is not None:
                 raise OptimizerError(
-                    f"{self._names[param]} was frozen when the optimizer was built and has a gradient now: set "
-                    f"requires_grad before initialize, or do not unfreeze it"
+                    f"{one.name} was frozen when the optimizer was built and has a gradient now: set requires_grad "
+                    f"before initialize, or do not unfreeze it"
                 )
+        return ()
+
+    def sum_over_ranks_(self, square_sum: SquareSum, histories: Sequence[AmaxHistory]) -> None:
+        for group in self._mesh_groups:
+            torch.distributed.all_reduce(square_sum, group=group)
+            for history in histories:
+                history.share_amaxes(group)
+
+    def finish_update(self) -> None:
+        for one in self._params:
+            if not isinstance(one.rows, ScaledTensor):
+                one.see()
+
+    def complete_(self, states: dict[LocalParam, Entry]) -> None:
+        """A parameter of which this rank has no rows has an entry as on the others, for every rank's state dict has the
+        same names. Its steps are those that ranks with rows have counted."""
+        for group in dict.fromkeys(one.group for one in self._params):
+            uneven = [one for one in self._params if one.is_copy and one.group == group]
+            if not uneven:
+                continue
+            steps = [float(states[one]["step"]) if one in states else 0.0 for one in uneven]
+            counted = torch.tensor(steps, device=uneven[0].rows.device)
+            torch.distributed.all_reduce(counted, op=torch.distributed.ReduceOp.MAX, group=group)
+            for one, step in zip(uneven, counted.cpu(), strict=True):
+                if one not in states:
+                    formats = self._storage.of_state(storage_class(one.rows), one.rows.dtype)  # type: ignore[arg-type]
+                    states[one] = {"step": step.clone(), **one.empty_entry(formats)}
 
     def no_sync(self) -> AbstractContextManager[None]:
         """FSDP2 adds and exchanges gradients itself.
@@ -115,9 +128,6 @@ class FSDPOptimizer(FP8Optimizer):
             "no_sync() of an optimizer over fully_shard: call model.set_requires_gradient_sync(False) before the "
             "micro-batches that add locally, and (True) before the last one"
         )
-
-    def _sharing_of(self, rows: Tensor) -> Sharing:
-        return Sharing(Replicas.of(None, rows.device), scaled_with=self._sharded[id(rows)].group)
 
     def _check_storage(self, one: ShardedParam) -> None:
         """Check that a weight is stored as the level says, or in more bits than FP8, and in whole blocks."""
@@ -135,64 +145,12 @@ class FSDPOptimizer(FP8Optimizer):
                 f"the layer out of replace_linears with its filter"
             )
 
-    def _param_of(self, slot: Slot) -> Tensor:
-        return self._sharded_of(slot).param
-
-    def _build_grads(self, space: ParamSpace) -> SpaceGrads:
-        buffer = DTensorGradBuffer(space, [self._sharded_of(slot).param for slot in space.slots])
-        return SpaceGrads(buffer, buffer.grads)
-
-    def _sharded_of(self, slot: Slot) -> ShardedParam:
-        return self._sharded[id(slot.param)]
-
-    @torch.no_grad()
-    def _update(self) -> None:
-        super()._update()
-        for space in self._plain_spaces():
-            self._copy_out(space)
-
-    def _sum_over_ranks_(self, square_sum: SquareSum) -> None:
-        """See `FP8Optimizer`. Delayed scales become those of all ranks, too."""
-        for group in self._mesh_groups:
-            torch.distributed.all_reduce(square_sum, group=group)
-            for history in self._histories:
-                history.share_amaxes(group)
-
-    def take_written_values(self) -> None:
-        """See `FP8Optimizer.take_written_values`."""
-        for space in self._plain_spaces():
-            for slot in space.space.slots:
-                one = self._sharded_of(slot)
-                # Views of a ``DTensor``, as torch.distributed.checkpoint loads into, count no versions. Where FSDP2's
-                # rows are not the master's memory, their values are read at each step.
-                if not one.is_copy and one.mark == self._marks.get(one.name):
-                    continue
-                if not one.is_copy and one.local.data_ptr() != one.rows.data_ptr():
-                    raise OptimizerError(f"{one.name} has other memory than before: move the model before initialize")
-                write_weight(space.state, slot, one.local.detach())
-            self._copy_out(space)
-
-    def _see(self, space: ModelSpace) -> None:
-        if space.space.storage is not StorageClass.LINEAR:
-            self._copy_out(space)
-
-    def _plain_spaces(self) -> list[ModelSpace]:
-        return [space for space in self._spaces if space.space.storage is not StorageClass.LINEAR]
-
-    def _copy_out(self, space: ModelSpace) -> None:
-        """Give FSDP2's own rows the values of their copies. All rows have the masters' values now."""
-        for slot in space.space.slots:
-            one = self._sharded_of(slot)
-            if one.is_copy:
-                one.local.copy_(one.rows)
-            self._marks[one.name] = one.mark
-
 
 def build_sharded_optimizer(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     opt_level: str,
-) -> FSDPOptimizer:
+) -> FP8Optimizer:
     """The FP8 optimizer of a model after ``fully_shard``, in place of the user's.
 
     Called by every rank. The masters start with the values of the weights as they are stored.
@@ -219,12 +177,14 @@ def build_sharded_optimizer(
         if part is not None and part.owner is not None:
             raise OptimizerError(f"{name} has an FP8 optimizer already: initialize is called once")
     _agree_on_scales(list(names))
-    built = FSDPOptimizer(
+    storage = ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32)
+    built = FP8Optimizer(
         optimizer.param_groups,
         dict(optimizer.defaults),
         names=names,
         values={},
-        storage=ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32),
+        storage=storage,
+        ranks=FullyShard(storage),
         histories=delayed_scales(model, next(iter(names)).device),
         transposed=transposed_weights(model),
         rule=rule,

@@ -1,11 +1,11 @@
 """Gradients of a model in flat storage that users read as ``p.grad``.
 
-Each space (`sharding.partition`) keeps its gradients in one buffer, so that norms, clipping and the optimizer step take
-a few kernels. ``p.grad`` is the parameter's slot of it:
+Each space (`sharding.partition`) keeps its gradients in one `ReadableGradBuffer`, so that norms, clipping and the
+optimizer step take a few kernels. ``p.grad`` is the parameter's slot of it:
 
 - a plain matrix on one replica: its memory, in the parameter's own dtype. Autograd adds to it in place.
-- a vector on one replica: what autograd or a layer gives. `SpaceGrads.settle` copies all of them in one launch, because
-  a model has hundreds, and a launch each is what the host has no time for.
+- a vector on one replica: what autograd or a layer gives. `ReadableGradBuffer.settle` copies all of them in one launch,
+  because a model has hundreds, and a launch each is what the host has no time for.
 - any other: a `GradTensor`.
 
 ``p.grad`` is the truth about what the next step sees. If it is None, the parameter is not updated, and its next
@@ -51,13 +51,12 @@ class ParamGrad(Gradient):
 
     Attributes:
         tensor: what ``p.grad`` is while there is a gradient.
-        space: the gradients of its space.
-        is_left_to_others: somebody else (torch's DDP) works on ``p.grad``. It stays autograd's, and `SpaceGrads.settle`
-            reads it.
+        is_left_to_others: somebody else (torch's DDP) works on ``p.grad``. It stays autograd's, and
+            `ReadableGradBuffer.settle` reads it.
     """
 
     tensor: Tensor
-    space: SpaceGrads
+    buffer: ReadableGradBuffer
 
     def __init__(self, slot: Slot) -> None:
         super().__init__(slot)
@@ -100,7 +99,7 @@ class ParamGrad(Gradient):
 
     def accumulate_(self, grad: Tensor) -> None:
         with without_products():
-            if self.space.leaves_to_autograd(self, grad):
+            if self.buffer.leaves_to_autograd(self, grad):
                 present = self.param.grad
                 if present is None:
                     self.show(grad)
@@ -136,7 +135,7 @@ class ParamGrad(Gradient):
         """After autograd has written ``p.grad``: move it to its storage."""
         grad = self.param.grad
         if grad is not None and not self.is_left_to_others and not self.is_own(grad):
-            self.space.note_autograds(self)
+            self.buffer.note_autograds(self)
             self.assign_(grad)
             self.show(self.tensor)
 
@@ -177,7 +176,7 @@ class ParamGrad(Gradient):
     def add_(self, grad: Tensor) -> None:
         """Add a plain tensor of the parameter's shape."""
         if torch._C._current_autograd_node() is not None:  # it adds to ``p.grad`` in place
-            self.space.note_autograds(self)
+            self.buffer.note_autograds(self)
         super().accumulate_(grad)
 
     def assign_(self, grad: Tensor) -> None:
@@ -198,34 +197,30 @@ def _take_autograds(param: Tensor) -> None:
         param.main_grad.take_autograds()  # type: ignore[attr-defined]
 
 
-class SpaceGrads:
-    """``p.grad`` of the parameters of one space: after `attach`, `GradTensor`s of what the buffer stores."""
+class ReadableGradBuffer(GradBuffer):
+    """A `GradBuffer` whose gradients are read as ``p.grad``: after `attach`, `GradTensor`s of what it stores."""
 
+    gradients: Sequence[ParamGrad]
     #: Each gradient is moved to its storage when autograd has written it, rather than in `settle`.
     takes_at_once = True
-
-    def __init__(self, buffer: GradBuffer, grads: Sequence[ParamGrad]) -> None:
-        self.buffer = buffer
-        self.grads = grads
-        self._has_autograds = False
-        for own in grads:
-            own.buffer, own.space = buffer, self
+    _has_autograds = False
 
     def attach(self) -> None:
         """Become the gradients of the parameters. One that is there stays, as if the user had written it."""
-        self.buffer.become_main_grad()
-        for own in self.grads:
-            own.tensor = self._tensor(own)
+        self.become_main_grad()
+        for own in self.gradients:
+            own.tensor = self.tensor_of(own)
             if self.takes_at_once:
                 own.param.register_post_accumulate_grad_hook(_take_autograds)
 
-    def _tensor(self, own: ParamGrad) -> Tensor:
+    def tensor_of(self, own: ParamGrad) -> Tensor:
+        """What ``p.grad`` is while there is a gradient."""
         return GradTensor(own, own.param)
 
     def note_autograds(self, own: ParamGrad) -> None:
         """Say once that torch's functions, and no layer, gave the gradient of an FP8 weight. A weight with hooks gets
         its layer's through autograd, too."""
-        is_weight = self.buffer.space.storage is StorageClass.LINEAR
+        is_weight = self.space.storage is StorageClass.LINEAR
         if is_weight and not self._has_autograds and not own.slot.param._backward_hooks:
             self._has_autograds = True
             logger.warning(
@@ -243,7 +238,7 @@ class SpaceGrads:
         """Make the storage agree with ``p.grad``: for each slot, whether it has a gradient. Others become zero."""
         used, unused, elsewhere = [], [], []
         with without_products():
-            for own in self.grads:  # one pass, because a read of ``p.grad`` costs the host time
+            for own in self.gradients:  # one pass, because a read of ``p.grad`` costs the host time
                 grad = own.param.grad
                 used.append(grad is not None)
                 if grad is None:
@@ -253,14 +248,14 @@ class SpaceGrads:
         self._take(elsewhere)
         for own in unused:  # behind those that may get new memory for their neighbours too
             own.zero_()
-        for own, is_used in zip(self.grads, used, strict=True):
+        for own, is_used in zip(self.gradients, used, strict=True):
             if is_used:
-                self.buffer.check_is_there(own)
+                self.check_is_there(own)
         return used
 
     def take_others(self) -> None:
         """Move gradients that lie elsewhere (``p.grad`` is another tensor) to their storage."""
-        self._take([own for own in self.grads if own.param.grad is not None and not own.is_own(own.param.grad)])
+        self._take([own for own in self.gradients if own.param.grad is not None and not own.is_own(own.param.grad)])
 
     def _take(self, owns: Sequence[ParamGrad]) -> None:
         """Move gradients that lie elsewhere to their storage."""
@@ -271,22 +266,24 @@ class SpaceGrads:
                 own.param.grad = own.tensor
 
 
-class PlainGrads(SpaceGrads):
-    """``p.grad`` of plain parameters on one replica, which is the buffer's memory, in the parameters' own dtype.
+class WeightGradBuffer(ReadableGradBuffer, WholeGradBuffer):
+    """Gradients of FP8 weights on one replica."""
+
+
+class PlainGradBuffer(ReadableGradBuffer, WholeGradBuffer):
+    """Gradients of plain parameters on one replica. ``p.grad`` is the buffer's memory, in the parameters' own dtype.
 
     A slot is written where ``p.grad`` is its memory, so autograd and users write to the storage without being seen.
     """
 
-    buffer: WholeGradBuffer
-
     def attach(self) -> None:
-        self.takes_at_once = self.buffer.space.storage is not StorageClass.VECTOR
+        self.takes_at_once = self.space.storage is not StorageClass.VECTOR
         super().attach()
-        self._tensors = [own.tensor for own in self.grads]
+        self._tensors = [own.tensor for own in self.gradients]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
-    def _tensor(self, own: ParamGrad) -> Tensor:
-        return alone(own.slot.slice(self.buffer.payload))
+    def tensor_of(self, own: ParamGrad) -> Tensor:
+        return alone(own.slot.slice(self.payload))
 
     def leaves_to_autograd(self, own: ParamGrad, grad: Tensor) -> bool:
         if self.takes_at_once or not _is_like(grad, own.tensor):
@@ -301,10 +298,10 @@ class PlainGrads(SpaceGrads):
 
     def _take_back(self) -> None:
         """Copy gradients that were given other memory to their own."""
-        for own, address in zip(self.grads, self._addresses, strict=True):
+        for own, address in zip(self.gradients, self._addresses, strict=True):
             if own.tensor.data_ptr() != address:
                 value = own.tensor.data
-                own.tensor.data = self._tensor(own)
+                own.tensor.data = self.tensor_of(own)
                 own.tensor.copy_(value)
 
     def _take(self, owns: Sequence[ParamGrad]) -> None:
@@ -313,7 +310,7 @@ class PlainGrads(SpaceGrads):
         if len(same) > 1:
             torch._foreach_copy_([own.tensor for own in same], list(same.values()))
             for own in same:
-                self.buffer.mark(own, 1)
+                self.mark(own, 1)
                 if not own.is_left_to_others:
                     own.param.grad = own.tensor
             owns = [own for own in owns if own not in same]

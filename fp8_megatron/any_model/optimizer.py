@@ -12,7 +12,8 @@ How it fits together:
   the kernel's range is left out, and they have step numbers of their own (`step_numbers`).
 - The master is the truth. Values written to a weight reach it at once (`ScaledTensor.owner`), values written to a plain
   parameter at the next step (its version counter, or its memory, has changed).
-- `whole_state` writes and reads state dicts.
+- `model_ranks` says how the model lies on ranks: one, replicas, or ``fully_shard``'s shards.
+- `state_dict` writes and reads state dicts.
 - Nothing in a step waits for the device. A step with a gradient that is not finite is skipped there, and counted.
 """
 
@@ -20,28 +21,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..optimizer.rules.rule import UpdateRule
+from ..optimizer.rules.rule import build_rule
 from ..optimizer.space_optimizer import SpaceOptimizer
-from ..optimizer.written_weights import MasterWeight, write_weight
+from ..optimizer.written_weights import MasterWeight, publish, write_weight
 from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
-from ..sharding.data_parallel import Exchange
-from ..sharding.partition import ParamSpace, Slot, StorageClass, alone, partition
+from ..sharding.partition import ParamSpace, Slot, alone
 from ..sharding.storage import ModelStorage
-from ..sharding.whole_grads import WholeGradBuffer
-from .data_parallel import Replication
-from .gradients import ParamGrad, PlainGrads, SpaceGrads, check_shape
+from .model_ranks import ModelRanks, ModelSpace
+from .param_state import LocalParam
 from .skipped_steps import SkippedSteps
-from .space import ModelSpace, publish, value_of
+from .state_dict import OptimizerStateDict
 from .torch_optimizers import OptimizerError, check_options, check_params
-from .whole_state import WholeState
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ class FP8Optimizer(SpaceOptimizer):
         storage: what is stored in which format.
         histories: delayed scales of the model's casts; `step` advances them.
         num_gradients: gradients that each parameter is expected to receive per step.
-        replication: the model's replicas; None: there is one.
+        ranks: how the model lies on ranks; None: one rank has all of it.
         transposed: weights [out, in] that are [in, out] in the model that the user had.
         rule: the name of the update rule (`update_rules`).
     """
@@ -85,13 +83,13 @@ class FP8Optimizer(SpaceOptimizer):
         storage: ModelStorage,
         histories: Sequence[AmaxHistory] = (),
         num_gradients: int = 1,
-        replication: Replication | None = None,
+        ranks: ModelRanks | None = None,
         transposed: Iterable[Tensor] = (),
         rule: str = "adamw",
     ) -> None:
-        #: By parameter with state, how it is updated.
-        self._rules: dict[Tensor, UpdateRule] = {}
-        self._replication = replication
+        #: By parameter with state, what this rank has of it.
+        self._params: dict[Tensor, LocalParam] = {}
+        self._ranks = ranks or ModelRanks()
         self._knew_ranks = _num_ranks() is not None
         self._names = names
         self._values = values
@@ -99,7 +97,7 @@ class FP8Optimizer(SpaceOptimizer):
         self._spaces: list[ModelSpace] = []
         #: The param groups as they were added, each with its parameters.
         self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter]]] = []
-        self._frozen: list[torch.nn.Parameter] = []
+        self._frozen: list[LocalParam] = []
         device = next(iter(names)).device
         self._transposed = transposed
         super().__init__(param_groups, defaults, rule=rule, storage=storage, histories=histories, device=device)
@@ -107,17 +105,19 @@ class FP8Optimizer(SpaceOptimizer):
 
     def _before_groups(self) -> None:
         self._skipped = SkippedSteps(self.device, self._histories, self._bad_gradients)
-        self._whole = self._whole_state(self._transposed)
+        self._whole = OptimizerStateDict(
+            self._spaces,
+            self._params,
+            self._numbers,
+            self._skipped.num,
+            self._histories,
+            ranks=self._ranks,
+            transposed=self._transposed,
+        )
 
     @property
     def spaces(self) -> Sequence[ModelSpace]:
         return self._spaces
-
-    def _whole_state(self, transposed: Iterable[Tensor]) -> WholeState:
-        """What reads and writes state dicts."""
-        return WholeState(
-            self._spaces, self._numbers, self._skipped.num, self._histories, rules=self._rules, transposed=transposed
-        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters; its trainable parameters get state.
@@ -126,26 +126,20 @@ class FP8Optimizer(SpaceOptimizer):
             OptimizerError: a parameter is not the model's, or has a dtype that the optimizer does not take.
         """
         self._join(param_group)
-        params = [param for param in param_group["params"] if param.numel()]
-        self._frozen += [param for param in params if not param.requires_grad]
-        self._add_spaces([param for param in params if param.requires_grad], param_group)
+        rule = build_rule(self._rule, param_group)
+        params = [
+            self._ranks.local_param(self._names[param], param, rule) for param in param_group["params"] if param.numel()
+        ]
+        self._frozen += [one for one in params if not one.param.requires_grad]
+        self._add_spaces([one for one in params if one.param.requires_grad], param_group)
 
-    def _add_spaces(self, params: Iterable[torch.nn.Parameter], param_group: dict[str, Any]) -> None:
+    def _add_spaces(self, params: Sequence[LocalParam], param_group: dict[str, Any]) -> None:
         """Give parameters of a group gradients and state."""
-        named = [(self._names[param], param) for param in params]
-        sharing, exchange = None, Exchange()
-        if self._replication is not None:
-            sharing, exchange = self._replication.sharing, self._replication.exchange
-        spaces = partition(
-            named,
-            None if sharing is None else lambda _: sharing,
-            bucket_numel=exchange.bucket_numel,
-            keeps_dtype=True,
-        )
-        for space in spaces:
-            self._spaces.append(self._build(space, param_group))
-            if self._replication is not None:  # every reader of ``p.grad`` sees the mean
-                self._spaces[-1].grads.take_others()
+        self._params |= {one.param: one for one in params}
+        self._name_state(params)
+        of_rows = {one.rows: one for one in params if one.rows.numel()}
+        for space in self._ranks.spaces(list(of_rows.values())):
+            self._spaces.append(self._build(space, [of_rows[slot.param] for slot in space.slots], param_group))
 
     @torch.no_grad()
     def take_unfrozen(self) -> None:
@@ -154,13 +148,14 @@ class FP8Optimizer(SpaceOptimizer):
         `step` and the state dicts do so. Over several replicas each forward does, so that the first gradient is the
         mean for whoever reads it.
         """
-        if not any(param.requires_grad for param in self._frozen):
+        unfrozen = self._ranks.unfrozen([one for one in self._frozen if one.param.requires_grad])
+        if not unfrozen:
             return
-        unfrozen = {param for param in self._frozen if param.requires_grad}
         self._whole.drop_consolidated()
-        self._frozen = [param for param in self._frozen if param not in unfrozen]
+        self._frozen = [one for one in self._frozen if one not in unfrozen]
         for group in self.param_groups:
-            self._add_spaces([param for param in group["params"] if param in unfrozen], group)
+            own = set(group["params"])
+            self._add_spaces([one for one in unfrozen if one.param in own], group)
 
     def holds(self, param: torch.nn.Parameter) -> bool:
         """Whether `param` is in a param group."""
@@ -178,11 +173,10 @@ class FP8Optimizer(SpaceOptimizer):
         self._added.append((param_group, list(param_group["params"])))
 
     @torch.no_grad()
-    def _build(self, space: ParamSpace, group: dict[str, Any]) -> ModelSpace:
+    def _build(self, space: ParamSpace, params: Sequence[LocalParam], group: dict[str, Any]) -> ModelSpace:
         """State and gradients of a new space, with the values that its parameters have."""
-        values = [self._values.get(slot.param, value_of(slot.param)) for slot in space.slots]
-        if self._replication is not None:
-            self._replication.broadcast(values)
+        values = [self._values.get(slot.param, _value_of(slot.param)) for slot in space.slots]
+        self._ranks.broadcast(values)
         state = self.build_state(space, group)
         for slot, value in zip(space.slots, values, strict=True):
             state.set_master(slot, value)
@@ -192,49 +186,26 @@ class FP8Optimizer(SpaceOptimizer):
                 slot.param.owner = MasterWeight(state, slot)
             else:
                 slot.param.data = alone(slot.param.data)
-        grads = self._build_grads(space)
-        built = ModelSpace(grads.buffer, state, group, grads)
-        self._see(built)
-        self._name_state({self._param_of(slot): state.rule for slot in space.slots})
+        buffer = self._ranks.grad_buffer(space, self._storage, self._num_gradients)
+        buffer.attach()
+        built = ModelSpace(buffer, state, group, params)
+        _see(built)
         return built
 
-    def _param_of(self, slot: Slot) -> Tensor:
-        """The user's parameter."""
-        return slot.param
-
-    def _name_state(self, rules: Mapping[Tensor, UpdateRule]) -> None:
+    def _name_state(self, params: Iterable[LocalParam]) -> None:
         """Give ``state`` all that a state dict may have of these. torch's tools take an empty ``state`` for an
         optimizer that needs a first step, and ``flatten_optimizer_state_dict`` loads what ``state`` names."""
-        for param, rule in rules.items():
-            self._rules[param] = rule
-            self.state[param] = self._whole.names(rule)
+        for one in params:
+            self.state[one.param] = self._whole.names(one.rule)
 
     def _start_anew(self) -> None:
         """Make states and step numbers zero where the user has dropped a parameter's ``state``
         (``optimizer.state.clear()``), as in torch's optimizers. `step` and the state dicts do so."""
-        if len(self.state) == len(self._rules) and all(self.state.values()):
+        if len(self.state) == len(self._params) and all(self.state.values()):
             return
-        dropped = {param for param in self._rules if not self.state.get(param)}
-        slots = [
-            (place, index)
-            for place, space in enumerate(self._spaces)
-            for index, slot in enumerate(space.space.slots)
-            if self._param_of(slot) in dropped
-        ]
-        self._whole.restart(slots)
-        self._name_state({param: self._rules[param] for param in dropped})
-
-    def _build_grads(self, space: ParamSpace) -> SpaceGrads:
-        grads = [ParamGrad(slot) for slot in space.slots]
-        if self._replication is not None:
-            found = SpaceGrads(self._replication.add_space(space, self._storage, grads), grads)
-        elif space.storage is StorageClass.LINEAR:
-            found = SpaceGrads(WholeGradBuffer(space, None, grads, num_gradients=self._num_gradients), grads)
-        else:
-            dtype = self._storage.of_grads(space.storage, space.dtype).local
-            found = PlainGrads(WholeGradBuffer(space, dtype, grads), grads)
-        found.attach()
-        return found
+        dropped = [one for param, one in self._params.items() if not self.state.get(param)]
+        self._whole.restart(dropped)
+        self._name_state(dropped)
 
     @property
     def num_skipped_steps(self) -> int:
@@ -258,7 +229,7 @@ class FP8Optimizer(SpaceOptimizer):
         other small tensors), main_grad and grad_scales. Frozen parameters are not counted."""
         total: dict[str, int] = {}
         for space in self._spaces:
-            grads = {"main_grad": space.grads.buffer.nbytes, "grad_scales": space.grads.buffer.scale_bytes}
+            grads = {"main_grad": space.buffer.nbytes, "grad_scales": space.buffer.scale_bytes}
             counts = space.state.byte_counts() | grads
             for kind, count in counts.items():
                 total[kind] = total.get(kind, 0) + count
@@ -301,17 +272,16 @@ class FP8Optimizer(SpaceOptimizer):
         Args:
             to: the replica's rank among the replicas; None: all of them.
         """
-        if self._replication is None:
+        if self._ranks.group is None:
             return
         self._whole.drop_consolidated()
         with torch.no_grad():
             self._prepare_to_collect()
-            self._whole.consolidate(self.param_groups, keeps=to is None or to == self._replication.group.rank())
+            self._whole.consolidate(self.param_groups, keeps=to is None or to == self._ranks.group.rank())
 
     def _prepare_to_collect(self) -> None:
         """Meet the other replicas, and bring the masters up to date."""
-        if self._replication is not None:
-            self._replication.meet("optimizer.state_dict()")
+        self._ranks.meet("optimizer.state_dict()")
         self.take_unfrozen()
         self._start_anew()
         self.take_written_values()
@@ -349,7 +319,7 @@ class FP8Optimizer(SpaceOptimizer):
         self._warn_of_frozen(state_dict)
         self._start_anew()
         self.take_written_values()  # a shard's master would overwrite them
-        self._whole.load(state_dict, self.param_groups, self._see)
+        self._whole.load(state_dict, self.param_groups, _see)
         self._skipped.end_row()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -358,7 +328,7 @@ class FP8Optimizer(SpaceOptimizer):
         """Say which frozen parameters have moments in a state that is loaded: they are left out."""
         own = [param for group in self.param_groups for param in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        frozen = {param for param in self._frozen if not param.requires_grad}
+        frozen = {one.param for one in self._frozen if not one.param.requires_grad}
         states = state_dict["state"]
         left = [
             self._names[param] for param, key in zip(own, numbers, strict=False) if param in frozen and key in states
@@ -399,23 +369,22 @@ class FP8Optimizer(SpaceOptimizer):
         self.take_unfrozen()
         self._start_anew()
         self.take_written_values()
-        used = [space.grads.settle() for space in self._spaces]
-        if self._replication is not None:
-            self._replication.finish_step()
+        used = [space.buffer.settle() for space in self._spaces]
+        self._ranks.finish_step()
         if not any(any(flags) for flags in used):
             return
         factor = self._grad_factor()
         moved = torch.isfinite(factor).float()
         self._skipped.count(moved)
         self.update(factor, moved, used)
-        group = None if self._replication is None else self._replication.group
         for history in self._histories:
-            history.update(group)
+            history.update(self._ranks.group)
         self._wait_for_weights()
+        self._ranks.finish_update()
         self._skipped.tell(is_scaled=getattr(self, "grad_scale", None) is not None)
 
     def _bad_gradients(self) -> list[str]:
-        return [name for space in self._spaces for name in space.grads.buffer.non_finite_slots()]
+        return [name for space in self._spaces for name in space.buffer.non_finite_slots()]
 
     def _check_not_recorded(self) -> None:
         if self._skipped.num.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -457,8 +426,7 @@ class FP8Optimizer(SpaceOptimizer):
         return torch.where(torch.isfinite(total), factor, torch.nan)
 
     def _sum_over_ranks_(self, square_sum: SquareSum) -> None:
-        if self._replication is not None:
-            self._replication.sum_(square_sum)
+        self._ranks.sum_over_ranks_(square_sum, self._histories)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside of the block add their gradients on their rank, and send nothing.
@@ -473,7 +441,7 @@ class FP8Optimizer(SpaceOptimizer):
             ...         loss_of(model, batch).backward()
             >>> optimizer.step()
         """
-        return nullcontext() if self._replication is None else self._replication.no_sync()
+        return self._ranks.no_sync()
 
     def all_reduce_grads(self, model: torch.nn.Module | None = None) -> None:
         """Wait until ``p.grad`` is the mean over replicas; called by every replica.
@@ -484,10 +452,10 @@ class FP8Optimizer(SpaceOptimizer):
             model: as MS-AMP's; not used.
         """
         del model
-        if self._replication is not None:
+        if self._ranks.group is not None:
             for space in self._spaces:
-                space.grads.settle()
-            self._replication.finish()
+                space.buffer.settle()
+            self._ranks.finish()
 
     def _wait_for_weights(self) -> None:
         """Wait for the weights of other ranks. On CUDA the stream waits, not the host.
@@ -503,32 +471,29 @@ class FP8Optimizer(SpaceOptimizer):
 
         `step` does so. Memory that was exchanged (``param.data = …``) is exchanged back, with its values.
         """
-        for space, index in self._written_plain():
-            slot, seen = space.space.slots[index], space.seen[index]
-            param = slot.param
-            if param.dtype.to_real() != space.space.dtype or param.device != space.space.device:
-                raise OptimizerError(
-                    f"{slot.name} was {space.space.dtype} on {space.space.device} when the optimizer was built and "
-                    f"is {param.dtype} on {param.device}: convert or move the model before initialize"
-                )
-            check_shape(slot.name, param.shape, space.shapes[index])
-            value = param.detach()
-            if param.data_ptr() != seen[0]:
-                param.data = alone(slot.slice(space.state.weight.payload))
-            write_weight(space.state, slot, value)
-            space.seen[index] = (param.data_ptr(), param._version)
+        for space, slot, one in self._written_plain():
+            write_weight(space.state, slot, one.written_value(space.state, slot))
+            one.see()
 
-    def _written_plain(self) -> Iterator[tuple[ModelSpace, int]]:
-        """The space and the index of each plain parameter that was written to since `_see`."""
+    def _written_plain(self) -> Iterator[tuple[ModelSpace, Slot, LocalParam]]:
+        """Each plain parameter that was written to since its values were its master's."""
         for space in self._spaces:
-            for index, (slot, seen) in enumerate(zip(space.space.slots, space.seen, strict=False)):
-                if (slot.param.data_ptr(), slot.param._version) != seen:
-                    yield space, index
+            if space.is_plain:
+                for slot, one in zip(space.space.slots, space.params, strict=True):
+                    if one.is_written:
+                        yield space, slot, one
 
-    def _see(self, space: ModelSpace) -> None:
-        """The values that plain parameters have are their masters'."""
-        if space.space.storage is not StorageClass.LINEAR:
-            space.seen = [(slot.param.data_ptr(), slot.param._version) for slot in space.space.slots]
+
+def _see(space: ModelSpace) -> None:
+    """The values that plain parameters have are their masters'."""
+    if space.is_plain:
+        for one in space.params:
+            one.see()
+
+
+def _value_of(param: torch.nn.Parameter) -> Tensor:
+    """The parameter's value as it is stored, in its shape: FP32 of a `ScaledTensor`, otherwise its own dtype."""
+    return param.dequantize() if isinstance(param, ScaledTensor) else param.detach()
 
 
 def is_sharded(param: Tensor) -> bool:

@@ -56,16 +56,16 @@ class RecordedGrads:
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self._params = params
         self._stored = [_stored(param) for param in params]
-        self._spaces = list({own.space: None for own in self._stored if own is not None})
+        self._buffers = list({own.buffer: None for own in self._stored if own is not None})
         #: By the parameter's index, the place of a gradient that no optimizer stores.
         self._places: dict[int, Tensor] = {}
-        for space in self._spaces:
-            storage_of(space.buffer).pin()
+        for buffer in self._buffers:
+            storage_of(buffer).pin()
 
     def settle(self, *, is_recording: bool = False) -> None:
         """Make every ``p.grad`` its place, with the values that it has, or leave it None."""
-        for space in self._spaces:
-            space.take_others()
+        for buffer in self._buffers:
+            buffer.take_others()
         for index, (param, stored) in enumerate(zip(self._params, self._stored, strict=True)):
             grad = param.grad
             if stored is not None or grad is None:
@@ -82,16 +82,16 @@ class RecordedGrads:
     def held(self) -> Iterator[None]:
         """Where the step runs that may be recorded: its gradients stay on their rank."""
         with ExitStack() as stack:
-            for space in self._spaces:
-                if isinstance(space.buffer, ReplicaGradBuffer):
-                    stack.enter_context(space.buffer.replication.recorded())
+            for buffer in self._buffers:
+                if isinstance(buffer, ReplicaGradBuffer):
+                    stack.enter_context(buffer.replication.recorded())
             yield
 
     def prepare(self) -> None:
         """Do what the first gradients of a step do beside being written: a launch does not repeat it."""
-        for space in self._spaces:
-            if isinstance(space.buffer, ReplicaGradBuffer):
-                for own in space.grads:
+        for buffer in self._buffers:
+            if isinstance(buffer, ReplicaGradBuffer):
+                for own in buffer.gradients:
                     if own.param.grad is None:
                         own.drop()
 
@@ -109,7 +109,7 @@ class RecordedGrads:
                 found += [param.payload.data_ptr(), param.scale.data_ptr()]
             else:
                 found.append(param.data_ptr())
-        found += [address for space in self._spaces for address in storage_of(space.buffer).addresses]
+        found += [address for buffer in self._buffers for address in storage_of(buffer).addresses]
         return found
 
     def notes(self) -> Notes:

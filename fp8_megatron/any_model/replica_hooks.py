@@ -16,11 +16,11 @@ from torch import Tensor
 from ..nn.module import FP8Linear
 from ..quantization.scaled_tensor import ScaledTensor
 from .data_parallel import NoHook, ReplicaError, Replication
-from .gradients import ParamGrad, SpaceGrads
+from .gradients import ParamGrad, ReadableGradBuffer
 from .te_layers import FP8LayerNormMLP
 
 
-def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads], replication: Replication | None) -> None:
+def allow_ddp(model: torch.nn.Module, buffers: Sequence[ReadableGradBuffer], replication: Replication | None) -> None:
     """Let torch's DDP wrap `model`: it reduces nothing twice.
 
     DDP leaves out what a model lists. It refuses a model without a gradient of its own, so it keeps one plain
@@ -28,15 +28,15 @@ def allow_ddp(model: torch.nn.Module, spaces: Sequence[SpaceGrads], replication:
     layers alone it is a bias.
 
     Args:
-        spaces: the gradients of all trained parameters.
+        buffers: the gradients of all trained parameters.
         replication: follows DDP's ``no_sync``; None: there is one replica.
     """
     layers = [module for module in model.modules() if isinstance(module, (FP8Linear, FP8LayerNormMLP))]
     owned = {param for layer in layers for param in layer.parameters()}
-    free = [grad for space in spaces for grad in space.grads if grad.param not in owned]
+    free = [grad for buffer in buffers for grad in buffer.gradients if grad.param not in owned]
     if not free:
         biases = {layer.bias for layer in layers if isinstance(layer, FP8Linear)}
-        free = [grad for space in spaces for grad in space.grads if grad.param in biases]
+        free = [grad for buffer in buffers for grad in buffer.gradients if grad.param in biases]
     kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
     model._ddp_params_and_buffers_to_ignore = _LeftOut(model, kept)  # type: ignore[assignment]
     model.register_forward_pre_hook(_RefusesOlderDDP(kept))

@@ -55,6 +55,13 @@ class MasterWeight:
         return type(None), ()
 
 
+def publish(state: SpaceState) -> None:
+    """Derive all weights from new masters, on all replicas."""
+    state.derive_weights()
+    if state.gather is not None:
+        state.gather.wait()
+
+
 @torch.no_grad()
 def write_weight(state: SpaceState, slot: Slot, value: Tensor) -> None:
     """Give a parameter a new value (any float dtype, its shape) and derive its weight; called by every replica.

@@ -13,6 +13,7 @@ import fp8_megatron
 from fp8_megatron.any_model.sharded_param import ShardedParam
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.device.group import Group
+from fp8_megatron.optimizer.rules.adamw import AdamW
 from tests.harness.ranks import RankPool, on_default_group
 
 SIZE = 32
@@ -150,4 +151,4 @@ def test_replicas_take_the_mean(ranks: RankPool) -> None:
 
 def test_shards_of_a_complex_parameter_are_an_error() -> None:
     with pytest.raises(OptimizerError, match=r"modes is torch\.complex64: .*initialize alone, or .*view_as_real"):
-        ShardedParam.of("modes", Spectral().modes)
+        ShardedParam("modes", Spectral().modes, AdamW({}))

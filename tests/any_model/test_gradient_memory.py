@@ -23,7 +23,7 @@ def build(level: Any = "O2", **settings: Any) -> tuple[Any, Any, WholeGradBuffer
     model, optimizer = fp8_megatron.initialize(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), opt_level=level, **settings
     )
-    (buffer,) = [space.grads.buffer for space in optimizer._spaces if space.grads.buffer.scales is not None]
+    (buffer,) = [space.buffer for space in optimizer._spaces if space.buffer.scales is not None]
     assert isinstance(buffer, WholeGradBuffer)
     return model, optimizer, buffer
 

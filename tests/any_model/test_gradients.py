@@ -100,9 +100,9 @@ def test_more_gradients_widen_the_storage(num_micro_batches: int, itemsize: int)
             backward(model, seed)
         snr = snr_db(dense(model.linear.weight.grad), sum_of_single_gradients(torch.float32, seeds)["linear.weight"])
         assert snr > (29.0 if step == 0 else 41.0)
-    per_weight = optimizer._spaces[0].grads.buffer.dtype.torch_dtype.itemsize
+    per_weight = optimizer._spaces[0].buffer.dtype.torch_dtype.itemsize
     assert per_weight == itemsize
-    assert optimizer._spaces[0].grads.buffer.most_gradients == num_micro_batches
+    assert optimizer._spaces[0].buffer.most_gradients == num_micro_batches
 
 
 def test_a_known_number_of_gradients_is_wide_from_the_start() -> None:

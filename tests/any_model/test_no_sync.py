@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 import fp8_megatron
-from fp8_megatron.any_model.fsdp import FSDPOptimizer
+from fp8_megatron.any_model.fsdp import FullyShard
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.device.group import Group
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
+from fp8_megatron.sharding.storage import ModelStorage
 from tests.harness.ranks import RankError, RankPool, on_default_group
 
 WIDTH, ROWS = 64, 16
@@ -242,4 +243,4 @@ def test_one_replica_has_nothing_to_hold_back() -> None:
 
 def test_fully_shard_names_its_own_way() -> None:
     with pytest.raises(OptimizerError, match=r"set_requires_gradient_sync\(False\)"):
-        FSDPOptimizer.__new__(FSDPOptimizer).no_sync()
+        FullyShard(ModelStorage()).no_sync()

@@ -139,7 +139,7 @@ def test_storage_that_grows_later_is_recorded_anew() -> None:
         figures += train(step, model, optimizer, steps=4, micro_batches=2)
         figures += train(step, model, optimizer, steps=3, micro_batches=35)
         found.append(figures)
-        rooms = {space.grads.buffer.most_gradients for space in optimizer._spaces}
+        rooms = {space.buffer.most_gradients for space in optimizer._spaces}
         assert max(rooms) == 35
     assert_same(found[1], found[0])
     assert recorder.num_launches > 60 and recorder.num_releases == 2

@@ -85,8 +85,8 @@ class FakeRecorder(PlayedRecorder):
         assert self.step is not None
         step, grads = self.step, self.step._grads
         found = [*step._model.buffers(), *grads._places.values()]
-        for space in grads._spaces:
-            storage = storage_of(space.buffer)
+        for buffer in grads._buffers:
+            storage = storage_of(buffer)
             sections = getattr(storage, "sections", [storage])
             found += [section.payload for section in sections]
             found += [] if storage.scales is None else [storage.scales]
@@ -128,11 +128,11 @@ class FakeRecorder(PlayedRecorder):
 def _knowledge(grads: RecordedGrads) -> list[tuple[Any, dict[str, Any]]]:
     """What Python knows of gradients over replicas beside their notes."""
     found = []
-    for buffer in (space.buffer for space in grads._spaces):
+    for buffer in grads._buffers:
         if isinstance(buffer, ReplicaGradBuffer):
             found += [(buffer, {name: vars(buffer)[name] for name in ("_is_dirty", "_squared_norms")})]
             found += [(buffer.replication, {"_is_finished": buffer.replication._is_finished})]
-            found += [(own, {"in_shard": own.in_shard}) for own in buffer.grads]
+            found += [(own, {"in_shard": own.in_shard}) for own in buffer.gradients]
             found += [(bucket, {"reduced": bucket.reduced}) for bucket in buffer._buckets]
     return found
 

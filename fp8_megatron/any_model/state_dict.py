@@ -1,6 +1,6 @@
 """The whole state of an `FP8Optimizer` as a state dict, and back.
 
-`state_dicts` has the entry of one parameter. Here the entries of all parameters get torch's numbers, are checked and
+`param_state` has the entry of one parameter. Here the entries of all parameters get torch's numbers, are checked and
 taken on. The first entry also has what belongs to no parameter: delayed scales, skipped steps, and how many gradients
 of a step the storage of each space has room for.
 """
@@ -17,51 +17,64 @@ from torch import Tensor
 from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import StateTensor
 from ..optimizer.step_numbers import StepNumbers
-from ..optimizer.written_weights import MasterWeight
+from ..optimizer.written_weights import MasterWeight, publish
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.scaled_tensor import ScaledTensor
-from .space import ModelSpace, publish
-from .state_dicts import StateNames, check_param_state, load_param_state, param_state, state_keys, torchs_order
+from .model_ranks import ModelRanks, ModelSpace
+from .param_state import (
+    GRADIENTS,
+    Entry,
+    LocalParam,
+    StateNames,
+    check_param_state,
+    load_param_state,
+    param_state,
+    state_keys,
+    torchs_order,
+)
 from .torch_optimizers import OptimizerError
 
 #: The user's param groups, as torch's optimizers have them.
 Groups = Sequence[Mapping[str, Any]]
 #: State by the numbers of parameters.
-Entries = dict[Any, dict[str, Any]]
+Entries = dict[Any, Entry]
 
 #: What a param group keeps when a state is loaded: decoupled decay stays so with a state of the L2 term.
 _OWN_KEYS = ("params", "decoupled_weight_decay")
 
 
-class WholeState:
+class OptimizerStateDict:
     """Writes and reads the state of one optimizer.
 
     Methods take the optimizer's param groups, as they are now.
 
     Args:
         spaces: the optimizer's, to which it may add.
+        params: by parameter with state, what this rank has of it. The optimizer may add to it.
         numbers: the parameters' numbers of steps.
         num_skipped: FP32 [1], steps that changed nothing.
         histories: delayed scales of the model's casts.
-        rules: by parameter with state, how it is updated. The optimizer may add to it.
+        ranks: how the model lies on ranks.
         transposed: weights [out, in] that are [in, out] in the model that the user had.
     """
 
     def __init__(
         self,
         spaces: Sequence[ModelSpace],
+        params: Mapping[Tensor, LocalParam],
         numbers: StepNumbers,
         num_skipped: Tensor,
         histories: Sequence[AmaxHistory],
         *,
-        rules: Mapping[Tensor, UpdateRule],
+        ranks: ModelRanks,
         transposed: Iterable[Tensor] = (),
     ) -> None:
         self._spaces = spaces
+        self._params = params
         self._numbers = numbers
         self._num_skipped = num_skipped
         self._histories = histories
-        self._rules = rules
+        self._ranks = ranks
         self._transposed = frozenset(transposed)
         self._consolidated: Entries | None = None
         self._is_consolidated = False
@@ -70,11 +83,18 @@ class WholeState:
         """All that a state dict may have of a parameter."""
         states = [history.state_dict() for history in self._histories]
         run = [f"delayed_{index}_{key}" for index, state in enumerate(states) for key in state]
-        names = ["step", *sorted(state_keys(rule)), "gradients_per_step", "skipped_steps", *run]
+        names = ["step", *sorted(state_keys(rule)), GRADIENTS, "skipped_steps", *run]
         return StateNames(dict.fromkeys(names))
 
-    def restart(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Make states and step numbers zero of parameters, each a space and a slot in it. Masters stay."""
+    def restart(self, params: Iterable[LocalParam]) -> None:
+        """Make states and step numbers of parameters zero. Masters stay."""
+        dropped = set(params)
+        slots = [
+            (place, index)
+            for place, space in enumerate(self._spaces)
+            for index, one in enumerate(space.params)
+            if one in dropped
+        ]
         for place, index in slots:
             state = self._spaces[place].state
             load_param_state(state, state.space.slots[index], {})
@@ -93,46 +113,30 @@ class WholeState:
                 "consolidate_state_dict(to=None) on every rank"
             )
         entries = self._collect(groups) if consolidated is None else {key: {**one} for key, one in consolidated.items()}
-        packed = self._packed(groups)
+        packed = _packed(groups)
         return {"state": self._turned(entries, groups, packed), "param_groups": packed}
 
     def _collect(self, groups: Groups) -> Entries:
-        """The entries, with weights as they are stored."""
-        entries = dict(sorted(self._entries(groups).items()))
-        for entry in [*entries.values()][:1]:
-            entry.update(self._run_state())
-        return entries
-
-    def _entries(self, groups: Groups) -> Entries:
-        """The entry of each parameter with state, by its number."""
-        entries: Entries = {}
-        indices = self._indices(groups)
+        """The entries by the parameters' numbers, with weights as they are stored."""
+        states: dict[LocalParam, Entry] = {}
         for place, space in enumerate(self._spaces):
-            for index, slot in enumerate(space.space.slots):
+            for index, (slot, one) in enumerate(zip(space.space.slots, space.params, strict=True)):
                 number = self._numbers.number_of(place, index).reshape(()).cpu()
-                entries[indices[slot.param]] = {"step": number, **param_state(space.state, slot)}
-        return entries
+                states[one] = {"step": number, **param_state(space.state, slot)}
+        self._ranks.complete_(states)
+        indices = _indices(groups)
+        found = sorted((indices[one.param], one) for one in states)
+        for _, one in found[:1]:
+            states[one].update(self._run_state())
+        return {number: one.to_global(states[one]) for number, one in found}
 
     def _run_state(self) -> dict[str, Tensor]:
         """What a resumed run needs that belongs to no parameter."""
-        rooms = [space.grads.buffer.most_gradients for space in self._spaces]
-        run = {"gradients_per_step": torch.tensor(rooms, device="cpu"), "skipped_steps": self._num_skipped.cpu()}
+        rooms = [space.buffer.most_gradients for space in self._spaces]
+        run = {GRADIENTS: torch.tensor(rooms, device="cpu"), "skipped_steps": self._num_skipped.cpu()}
         for index, history in enumerate(self._histories):
             run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in history.state_dict().items()}
         return run
-
-    def _indices(self, groups: Groups) -> dict[Tensor, int]:
-        """Parameter → its number over all groups."""
-        indices: dict[Tensor, int] = {}
-        for group in groups:
-            for param in group["params"]:
-                indices.setdefault(param, len(indices))
-        return indices
-
-    def _packed(self, groups: Groups) -> list[dict[str, Any]]:
-        """The groups with numbers in place of parameters."""
-        indices = self._indices(groups)
-        return [{**group, "params": [indices[param] for param in group["params"]]} for group in groups]
 
     def _turned(self, entries: Mapping[Any, dict[str, Any]], groups: Groups, numbered: Groups) -> Entries:
         """State as the model has it whose weights were transposed, or back.
@@ -142,9 +146,9 @@ class WholeState:
         """
         params = [param for group in groups for param in group["params"]]
         turned = {
-            number: self._rules[param]
-            for param, number in zip(params, numbers_of(numbered), strict=False)
-            if param in self._transposed and param in self._rules
+            number: self._params[param].rule
+            for param, number in zip(params, _numbers_of(numbered), strict=False)
+            if param in self._transposed and param in self._params
         }
         return {
             number: torchs_order(turned[number], entry) if number in turned else entry
@@ -174,7 +178,7 @@ class WholeState:
         if not keeps:
             return
         self._consolidated = entries
-        indices = self._indices(groups)
+        indices = _indices(groups)
         for param in self._weights():
             entry = entries[indices[param]]
             if "master_weight_payload" in entry and isinstance(param.owner, MasterWeight):
@@ -210,52 +214,43 @@ class WholeState:
         saved_groups = state_dict["param_groups"]
         for space in self._spaces[:1]:
             _check_groups(space.state.rule, saved_groups)
-        turned = self._turned(state_dict["state"], groups, saved_groups)
-        own = self._own_part(turned, groups, saved_groups)
-        saved_states = {number: _present(entry) for number, entry in own.items()}
-        entries = self._matched(saved_states, groups, saved_groups)
+        present = {number: _present(entry) for number, entry in state_dict["state"].items()}
+        entries = self._matched(self._turned(present, groups, saved_groups), groups, saved_groups)
         for space in self._spaces:
             rule = space.state.rule
-            for slot in space.space.slots:
-                if not rule.counts_steps and state_keys(rule) & entries[slot.param].keys():
-                    entries[slot.param] = {"step": 1.0, **entries[slot.param]}
-                check_param_state(rule, slot, entries[slot.param])
+            for slot, one in zip(space.space.slots, space.params, strict=True):
+                if not rule.counts_steps and state_keys(rule) & entries[one].keys():
+                    entries[one] = {"step": 1.0, **entries[one]}
+                check_param_state(rule, slot, entries[one])
         for group, saved in zip(groups, saved_groups, strict=True):
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in _OWN_KEYS})
         for space in self._spaces:
-            for slot in space.space.slots:
-                load_param_state(space.state, slot, entries[slot.param])
+            for slot, one in zip(space.space.slots, space.params, strict=True):
+                load_param_state(space.state, slot, entries[one])
             publish(space.state)
             published(space)
-        self._numbers.set_numbers(
-            [[float(entries[slot.param].get("step", 0.0)) for slot in space.space.slots] for space in self._spaces]
-        )
+        steps = [[float(entries[one].get("step", 0.0)) for one in space.params] for space in self._spaces]
+        self._numbers.set_numbers(steps)
         # The first parameter's; torch.distributed.checkpoint gives names, in any order.
-        self._load_run_state(next((entry for entry in saved_states.values() if "skipped_steps" in entry), {}))
+        self._load_run_state(next((entry for entry in present.values() if "skipped_steps" in entry), {}))
 
-    def _own_part(self, saved_states: Entries, groups: Groups, saved_groups: Groups) -> Entries:
-        """What this rank reads of saved entries, by their numbers in `saved_groups`: all of them."""
-        return saved_states
-
-    def _matched(self, saved_states: Entries, groups: Groups, saved_groups: Groups) -> dict[Tensor, dict[str, Any]]:
-        """The saved entry of each parameter with state; {} if there is none."""
+    def _matched(self, saved_states: Entries, groups: Groups, saved_groups: Groups) -> dict[LocalParam, Entry]:
+        """This rank's part of the saved entry of each parameter with state; {} if there is none."""
         sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
         if sizes != saved_sizes:
             raise ValueError(f"the saved param groups have {saved_sizes} parameters, the optimizer's have {sizes}")
-        number_of = dict(zip(numbers_of(self._packed(groups)), numbers_of(saved_groups), strict=True))
-        indices = self._indices(groups)
+        number_of = dict(zip(_numbers_of(_packed(groups)), _numbers_of(saved_groups), strict=True))
+        indices = _indices(groups)
         return {
-            slot.param: saved_states.get(number_of[indices[slot.param]], {})
-            for space in self._spaces
-            for slot in space.space.slots
+            one: one.to_local(saved_states.get(number_of[indices[param]], {})) for param, one in self._params.items()
         }
 
     def _load_run_state(self, run: Mapping[str, Any]) -> None:
-        rooms = [int(room) for room in torch.as_tensor(run.get("gradients_per_step", 1), device="cpu").flatten()]
+        rooms = [int(room) for room in torch.as_tensor(run.get(GRADIENTS, 1), device="cpu").flatten()]
         if len(rooms) != len(self._spaces):  # of a rank with other parts of the model
             rooms = [max(rooms)] * len(self._spaces)
         for space, room in zip(self._spaces, rooms, strict=True):
-            space.grads.buffer.expect(room)
+            space.buffer.expect(room)
         self._num_skipped.fill_(float(run.get("skipped_steps", 0.0)))
         for index, history in enumerate(self._histories):
             prefix = f"delayed_{index}_"
@@ -283,6 +278,18 @@ def _present(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if isinstance(value, Tensor) or value not in ({}, None)}
 
 
-def numbers_of(groups: Groups) -> list[int]:
+def _indices(groups: Groups) -> dict[Tensor, int]:
+    """Parameter → its number over all groups."""
+    params = dict.fromkeys(param for group in groups for param in group["params"])
+    return {param: number for number, param in enumerate(params)}
+
+
+def _packed(groups: Groups) -> list[dict[str, Any]]:
+    """The groups with numbers in place of parameters."""
+    indices = _indices(groups)
+    return [{**group, "params": [indices[param] for param in group["params"]]} for group in groups]
+
+
+def _numbers_of(groups: Groups) -> list[int]:
     """The parameters' numbers, in order, of groups that have them in place of parameters."""
     return [number for group in groups for number in group["params"]]

@@ -1,10 +1,10 @@
-"""The optimizer's state by parameter, as plain tensors in torch's shape, and back.
+"""One parameter: what this rank has of it, and its entry in the optimizer's state dict.
 
-A parameter's entry has its ``step``, the states of the update rule by their names, and ``master_weight``, in their
-storage dtypes and the parameter's shape, which is the transpose for GPT-2's ``Conv1D`` (`torchs_order`). A dtype with
-scales has ``…_payload`` and ``…_scale`` (FP32, one for each `STATE_BLOCK` elements) in their place, so that torch's own
-optimizers do not take payloads for values. The master is left out where the parameter itself holds it (FP32). Over
-replicas every rank has a part of each entry, and the parts are gathered.
+An entry has the ``step``, the states of the update rule by their names, and ``master_weight``, in their storage dtypes
+and the parameter's shape, which is the transpose for GPT-2's ``Conv1D`` (`torchs_order`). A dtype with scales has
+``…_payload`` and ``…_scale`` (FP32, one for each `STATE_BLOCK` elements) in their place, so that torch's own optimizers
+do not take payloads for values. The master is left out where the parameter itself holds it (FP32). Over replicas every
+rank has a part of each entry, and the parts are gathered.
 """
 
 from __future__ import annotations
@@ -19,12 +19,70 @@ from torch import Tensor
 from ..dtypes import STATE_BLOCK, StorageDtype, StorageFormats
 from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import SpaceState, StateTensor
-from ..sharding.partition import Slot
+from ..sharding.partition import Slot, alone
+from .gradients import check_shape
 from .torch_optimizers import OptimizerError
 
 #: What follows a name where the value is `payload` · `scale`.
 PAYLOAD, SCALE = "_payload", "_scale"
 MASTER = "master_weight"
+#: In the first entry: how many gradients of a step the storage of each space has room for.
+GRADIENTS = "gradients_per_step"
+
+#: What a state dict has of one parameter.
+Entry = dict[str, Any]
+
+
+class LocalParam:
+    """What this rank has of a parameter: all of it. `sharded_param.ShardedParam` is a part.
+
+    Attributes:
+        name: in the model.
+        param: the user's parameter.
+        rule: how it is updated.
+        rows: what the optimizer updates.
+    """
+
+    def __init__(self, name: str, param: torch.nn.Parameter, rule: UpdateRule) -> None:
+        self.name, self.param, self.rule = name, param, rule
+        self.rows: Tensor = param
+        self._shape = param.shape
+        self._seen: tuple[int, ...] = ()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody may have written to it since `see`, or given it other memory."""
+        return (self.param.data_ptr(), self.param._version) != self._seen
+
+    def see(self) -> None:
+        """The values that it has are its master's."""
+        self._seen = (self.param.data_ptr(), self.param._version)
+
+    def written_value(self, state: SpaceState, slot: Slot) -> Tensor:
+        """The value that was written, of a plain parameter, which has its memory of the space again.
+
+        Raises:
+            UserError: it was converted, moved or resized.
+        """
+        param, space = self.param, state.space
+        if param.dtype.to_real() != space.dtype or param.device != space.device:
+            raise OptimizerError(
+                f"{self.name} was {space.dtype} on {space.device} when the optimizer was built and is {param.dtype} on "
+                f"{param.device}: convert or move the model before initialize"
+            )
+        check_shape(self.name, param.shape, self._shape)
+        value = param.detach()
+        if param.data_ptr() != self._seen[0]:
+            param.data = alone(slot.slice(state.weight.payload))
+        return value
+
+    def to_global(self, entry: Entry) -> Entry:
+        """This rank's entry as state dicts have it."""
+        return entry
+
+    def to_local(self, entry: Entry) -> Entry:
+        """This rank's part of an entry of a state dict."""
+        return entry
 
 
 def state_keys(rule: UpdateRule) -> frozenset[str]:
