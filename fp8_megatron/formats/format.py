@@ -84,7 +84,8 @@ class Format(ABC):
         return cast, x.sum(dim=0, dtype=torch.float32)
 
     def stored_weight(self, payload: Tensor, scale: Tensor, *, transposed: bool = False) -> Quantized:
-        """A weight at rest, FP8 [N, K] with one scale FP32 [1], in this format; with `transposed` its transpose."""
+        """A weight at rest, FP8 [N, K] or [E, N, K] with a scale a matrix, FP32 [1] or [E], in this format; with
+        `transposed` its transpose, [K, N] or [E, K, N]."""
         cast = self.cast(ops.decode(payload, scale), rowwise=not transposed, transposed=transposed)
         return cast.t if transposed else cast
 
@@ -158,8 +159,8 @@ class Quantized:
     """x ≈ payload · scale.
 
     Attributes:
-        payload: FP8 [M, K], or None. payload_t: FP8 [K, M], contiguous, or None.
-        scale: of `payload`; its shape is `Format.scale_shape`.
+        payload: FP8 [M, K], or None; [E, N, K] of a layer's experts. payload_t: FP8 [K, M], contiguous, or None.
+        scale: of `payload`; its shape is `Format.scale_shape`, and FP32 [E] of a layer's experts.
         scale_t: of `payload_t`; only in formats with more than one scale.
     """
 
@@ -236,3 +237,10 @@ class Quantized:
     ) -> Tensor:
         """This [M, K] · b [N, K]ᵀ + bias [N] in `dtype`, as `multiply_into_`."""
         return self.format.multiply(self, b, dtype, bias=bias, use_fast_accum=use_fast_accum)
+
+
+def stacked(matrices: Sequence[Quantized]) -> Quantized:
+    """The row layouts of a layer's experts, [N, K] each with one scale, as [E, N, K]."""
+    payload = torch.stack([matrix.payload.view(torch.uint8) for matrix in matrices])  # a CPU does not stack FP8
+    format = matrices[0].format
+    return Quantized(payload.view(format.dtype), None, torch.cat([matrix.scale for matrix in matrices]), format)

@@ -1,7 +1,7 @@
 """State of a space whose master is split: the FP8 weight and one byte of correction (`kernels.split_master`).
 
 The stored weight is the upper half of its master; there is no other copy. Together they take 2 bytes instead of level
-O3's 3. Each tensor's scale is predicted from its amax over all ranks after the previous step.
+O3's 3. Each matrix's scale is predicted from its amax over all ranks after the previous step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SplitSpaceState(SpaceState):
     """`SpaceState` with `master` holding the corrections alone, int8 [shard_numel].
 
     Attributes:
-        tensor_amax: FP32 [num_slots], the largest magnitude of each master over all ranks.
+        matrix_amax: FP32 [num_matrices], the largest magnitude of each matrix's master over all ranks.
     """
 
     rule: SplitAdamW
@@ -38,27 +38,32 @@ class SplitSpaceState(SpaceState):
         assert isinstance(rule, SplitAdamW), rule
         assert formats.weight is StorageDtype.FP8 and formats.master_weight is StorageDtype.SPLIT, formats
         super().__init__(space, formats, rule, is_trained=is_trained)
-        self.tensor_amax = torch.zeros(len(space.slots), device=space.device)
-        self._index = {slot.offset: index for index, slot in enumerate(space.slots)}
-        #: FP32 [num_slots] between a step's first `update_slot` and `finish_update`.
+        self.matrix_amax = torch.zeros(space.num_matrices, device=space.device)
+        #: FP32 [num_matrices] between a step's first `update_slot` and `finish_update`.
         self._next_scales: Tensor | None = None
 
     @property
     def scales(self) -> Tensor:
-        """FP32 [num_slots], the power-of-two scales of the weights (a view)."""
+        """FP32 [num_matrices], the power-of-two scales of the weights (a view)."""
         assert self.weight_scales is not None
         return self.weight_scales[:, 0]
 
     def part(self, kind: str, slot: Slot, fragment: Fragment) -> StateTensor:
         if kind != "master":
             return super().part(kind, slot, fragment)
-        return StateTensor(ops.join_master(*self.split_part(slot, fragment)), None)
+        start, stop = fragment.slot_start, fragment.slot_start + fragment.length
+        matrices = slot.chunk_matrices(self.space.device)[start // CHUNK : stop // CHUNK]
+        weight, correction, _ = self.split_part(slot, fragment)
+        scales = self.scale_of(slot)[matrices.long(), None]
+        return StateTensor(ops.join_master(weight.view(-1, CHUNK), correction.view(-1, CHUNK), scales).view(-1), None)
 
     def split_part(self, slot: Slot, fragment: Fragment) -> tuple[Tensor, Tensor, Tensor]:
-        """E4M3 weight and int8 correction, both [length], and the FP32 scale [1] of this rank's part (views)."""
+        """E4M3 weight and int8 correction, both [length], of this rank's part, and the FP32 scale [1] of the matrix
+        that it begins in (views)."""
         start = fragment.slot_start
         payload = slot.padded_slice(self.weight.payload)[start : start + fragment.length]
-        return payload, self.master.part(fragment).payload, self.scale_of(slot)
+        first = start // slot.padded_matrix
+        return payload, self.master.part(fragment).payload, self.scale_of(slot)[first : first + 1]
 
     def squared_norm(self) -> Tensor:
         total = torch.zeros(1, device=self.space.device)
@@ -82,15 +87,17 @@ class SplitSpaceState(SpaceState):
         """As `SpaceState.set_master`. Every rank writes the whole weight, so no gather is needed.
 
         Args:
-            scale: FP32 [1], the scale that the value was stored with; None takes one from its amax.
+            scale: FP32, one a matrix, that the value was stored with; None takes them from the amaxes.
         """
         self._check_shape(slot, value)
         flat = torch.zeros(slot.padded, device=self.space.device)
         flat[: slot.numel] = value.reshape(-1)
         if scale is None:
-            scale = ops.next_weight_scales(flat.abs().amax().reshape(1), lr=0.0, beta1=0.0, beta2=0.0)
+            amax = flat.view(slot.num_matrices, -1).abs().amax(dim=1)
+            scale = ops.next_weight_scales(amax, lr=0.0, beta1=0.0, beta2=0.0)
         self.scale_of(slot).copy_(scale)
-        payload, correction = ops.split_master(flat, self.scale_of(slot))
+        split = ops.split_master(flat.view(slot.num_matrices, -1), self.scale_of(slot)[:, None])
+        payload, correction = (part.view(-1) for part in split)
         slot.padded_slice(self.weight.payload).copy_(payload)
         for fragment in self.space.fragments(slot):
             start = fragment.slot_start
@@ -99,13 +106,13 @@ class SplitSpaceState(SpaceState):
     def derive_weights(self) -> None:
         """Take the amaxes of masters that the optimizer kernel did not write. Their weights are already in place."""
         assert self.chunk_amax is not None
-        shard, scales = self._own_weights(), self.scales[self.chunk_slots.long()]
+        shard, scales = self._own_weights(), self.scales[self.chunk_matrices.long()]
         for piece in self._pieces():
             start, stop = piece.shard_start, piece.shard_start + piece.length
             weight, correction = (flat[start:stop].view(-1, CHUNK) for flat in (shard, self.master.payload))
             chunks = slice(start // CHUNK, stop // CHUNK)
             self.chunk_amax[chunks] = ops.join_master(weight, correction, scales[chunks, None]).abs().amax(dim=1)
-        self.tensor_amax.copy_(self._tensor_amax())
+        self.matrix_amax.copy_(self._matrix_amax())
 
     def update(
         self,
@@ -117,12 +124,12 @@ class SplitSpaceState(SpaceState):
         ((start, stop, step_count),) = parts
         assert (start, stop) == (0, self.space.shard_numel), "a split master is updated whole"
         shard = self._own_weights()
-        scales = self.scales.contiguous()  # a kernel indexes by tensor; each scale takes four floats
+        scales = self.scales.contiguous()  # a kernel indexes by matrix; each scale takes four floats
         self._split_step(
             Fragment(0, 0, stop),
             buffer,
             shard,
-            (scales, self.rule.next_scales(self.tensor_amax, group, self.scales), self.chunk_slots),
+            (scales, self.rule.next_scales(self.matrix_amax, group, self.scales), self.chunk_matrices),
             group,
             grad_factor,
             step_count,
@@ -130,7 +137,7 @@ class SplitSpaceState(SpaceState):
         self.scales.copy_(scales)
         if self.gather is not None:
             self.gather.start([shard])
-        self.tensor_amax.copy_(self._tensor_amax())
+        self.matrix_amax.copy_(self._matrix_amax())
 
     def update_slot(
         self,
@@ -142,18 +149,20 @@ class SplitSpaceState(SpaceState):
     ) -> None:
         """As `SpaceState.update_slot`. The weight and its scale are updated when this returns."""
         if self._next_scales is None:
-            self._next_scales = self.rule.next_scales(self.tensor_amax, group, self.scales)
-        place, index = whole(grad.slot), self._index[grad.slot.offset]
-        chunk_slots = torch.zeros(place.length // CHUNK, dtype=torch.int32, device=self.space.device)
+            self._next_scales = self.rule.next_scales(self.matrix_amax, group, self.scales)
+        slot = grad.slot
+        own = self.scale_of(slot)
+        scales = own.contiguous()
         self._split_step(
-            place,
+            whole(slot),
             grad,
-            grad.slot.padded_slice(self.weight.payload),
-            (self.scale_of(grad.slot), self._next_scales[index : index + 1], chunk_slots),
+            slot.padded_slice(self.weight.payload),
+            (scales, self._next_scales[slot.matrices], slot.chunk_matrices(self.space.device)),
             group,
             grad_factor,
             step_count,
         )
+        own.copy_(scales)
 
     def _split_step(
         self,
@@ -168,11 +177,11 @@ class SplitSpaceState(SpaceState):
         """The fused pass over one part of the shard; `grad`, `weight` and `scales` are of that part.
 
         Args:
-            scales: of its tensors before the step and after it, FP32 [tensors], and the tensor of each chunk, int32.
+            scales: of its matrices before the step and after it, FP32 [matrices], and the matrix of each chunk, int32.
         """
         assert self.chunk_amax is not None
         start, stop = place.shard_start, place.shard_start + place.length
-        before, after, chunk_tensor = scales
+        before, after, chunk_matrix = scales
         exp_avg, exp_avg_sq = self.states_of(place)
         self.rule.split_step(
             ops.SplitAdamState(
@@ -183,7 +192,7 @@ class SplitSpaceState(SpaceState):
                 correction=self.master.part(place).payload,
                 weight_scales=before,
                 new_weight_scales=after,
-                chunk_tensor=chunk_tensor,
+                chunk_tensor=chunk_matrix,
                 places=self.places_of(place),
             ),
             group,
@@ -194,14 +203,13 @@ class SplitSpaceState(SpaceState):
 
     def finish_update(self) -> None:
         self._next_scales = None
-        self.tensor_amax.copy_(self._tensor_amax())
+        self.matrix_amax.copy_(self._matrix_amax())
 
     def byte_counts(self) -> dict[str, int]:
         counts = super().byte_counts()
-        counts["scales"] += self.tensor_amax.nbytes
+        counts["scales"] += self.matrix_amax.nbytes
         return counts
 
     def scale_of(self, slot: Slot) -> Tensor:
-        """FP32 [1], the scale of a parameter's weight (a view)."""
-        index = self._index[slot.offset]
-        return self.scales[index : index + 1]
+        """FP32, the scale of each matrix of a parameter's weight (a view)."""
+        return self.scales[slot.matrices]

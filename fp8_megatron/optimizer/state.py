@@ -108,7 +108,7 @@ class SpaceState:
         own, gathered = SendMemory(device), space.replicas.weight_memory
         self.derives_fp8 = formats.weight is StorageDtype.FP8
         self.weight_scales: Tensor | None = None
-        #: FP32 [num_slots, 4]: of linear weights that layers cast at each use, the scales of these casts.
+        #: FP32 [num_matrices, 4]: of linear weights that layers cast at each use, the scales of these casts.
         self.cast_scales: Tensor | None = None
         self.chunk_amax: Tensor | None = None
         is_own_master = formats.master_weight is None
@@ -118,16 +118,16 @@ class SpaceState:
             self.weight = StateTensor(gathered.zeros(space.numel, formats.weight.torch_dtype), None)
         if space.storage is StorageClass.LINEAR:
             # cuBLASLt refuses scale pointers that are not 16-byte aligned: one scale for every four floats.
-            scales = torch.ones(len(space.slots), 4, device=device)
+            scales = torch.ones(space.num_matrices, 4, device=device)
             if self.derives_fp8:
                 self.weight_scales = scales
             else:
                 self.cast_scales = scales
             self.chunk_amax = torch.zeros(n // CHUNK, device=device)
-            self.chunk_slots = space.shard_chunk_slots()
+            self.chunk_matrices = space.shard_chunk_matrices()
         # Before state is allocated: this frees the storage that the model was built with.
-        for index, slot in enumerate(space.slots):
-            self._point_at_weight(slot, index)
+        for slot in space.slots:
+            self._point_at_weight(slot)
         is_shared = is_own_master and space.num_shards == 1
         self.master = self.weight if is_shared else StateTensor.zeros(n, formats.master_weight or formats.weight, own)
         self.is_trained = is_trained
@@ -146,12 +146,12 @@ class SpaceState:
                 storages.append((self.weight.scales, STATE_BLOCK))
             self.gather = WeightGather(space, storages)
 
-    def _point_at_weight(self, slot: Slot, index: int) -> None:
+    def _point_at_weight(self, slot: Slot) -> None:
         payload = slot.slice(self.weight.payload)
         if not isinstance(slot.param, ScaledTensor):
             slot.param.data = payload
         elif self.weight_scales is not None:
-            slot.param.set_storage(payload, self.weight_scales[index, :1])
+            slot.param.set_storage(payload, slot.scales_in(self.weight_scales))
         elif self.weight.scales is not None:
             assert slot.numel % STATE_BLOCK == 0, (slot.name, slot.numel)
             first = slot.offset // STATE_BLOCK
@@ -159,7 +159,7 @@ class SpaceState:
         else:
             slot.param.set_storage(payload, torch.ones(1, device=self.space.device))
         if isinstance(slot.param, ScaledTensor) and self.cast_scales is not None:
-            slot.param.cast_scale = CastScale(self.cast_scales[index, :1], slot.numel)
+            slot.param.cast_scale = CastScale(slot.scales_in(self.cast_scales), slot.numel)
 
     def set_master(self, slot: Slot, value: Tensor) -> None:
         """Give a parameter a new value (any float dtype, its shape); `derive_weights` then updates the weights."""
@@ -256,7 +256,7 @@ class SpaceState:
     def _publish_weights(self, written: Tensor | None) -> None:
         """Send the weights of this shard's new masters to every replica, without waiting.
 
-        FP8 weights are quantised from their masters with each tensor's scale taken from `chunk_amax`, over all ranks.
+        FP8 weights are quantised from their masters with each matrix's scale taken from `chunk_amax`, over all ranks.
         Other linear weights only get the scale that a layer casts them with.
 
         Args:
@@ -339,7 +339,7 @@ class SpaceState:
 
     def _derived_fp8_shard(self) -> Tensor:
         assert self.weight_scales is not None
-        amax = self._tensor_amax()
+        amax = self._matrix_amax()
         previous = self.weight_scales[:, 0]
         usable = torch.isfinite(amax) & (amax > 0)
         scale = torch.where(usable, ops.scale_from_amax(amax, E4M3, power_of_two=False), previous)
@@ -348,7 +348,7 @@ class SpaceState:
             shard = self.weight.payload
         else:
             shard = self.gather.room(self.space.shard_numel, E4M3)
-        ops.derive_fp8_weights_(self.master.payload, self.master.scales, shard, scale, self.chunk_slots)
+        ops.derive_fp8_weights_(self.master.payload, self.master.scales, shard, scale, self.chunk_matrices)
         return shard
 
     def _take_cast_scales(self, scales: Tensor) -> None:
@@ -358,17 +358,17 @@ class SpaceState:
             amax = amax.to(self.weight.payload.dtype).float()
         scales[:, 0] = ops.scale_from_amax(amax, E4M3, power_of_two=False)
 
-    def _tensor_amax(self) -> Tensor:
-        """FP32 [num_slots]: each tensor's amax over the shards of all ranks that share its scale."""
+    def _matrix_amax(self) -> Tensor:
+        """FP32 [num_matrices]: each matrix's amax over the shards of all ranks that share its scale."""
         amax = self._amax_on_replicas()
         max_over_group_(amax, self.space.sharing.scaled_with)
         return amax
 
     def _amax_on_replicas(self) -> Tensor:
-        """FP32 [num_slots]: each tensor's amax over the shards of all replicas, from `chunk_amax`."""
+        """FP32 [num_matrices]: each matrix's amax over the shards of all replicas, from `chunk_amax`."""
         assert self.chunk_amax is not None
-        amax = self.chunk_amax.new_zeros(len(self.space.slots))
-        amax.scatter_reduce_(0, self.chunk_slots.long(), self.chunk_amax, "amax")
+        amax = self.chunk_amax.new_zeros(self.space.num_matrices)
+        amax.scatter_reduce_(0, self.chunk_matrices.long(), self.chunk_amax, "amax")
         max_over_group_(amax, self.space.replicas.group)
         return amax
 
@@ -382,7 +382,7 @@ class SpaceState:
         for extra in (self.weight_scales, self.cast_scales, self.chunk_amax):
             scales += 0 if extra is None else extra.nbytes
         if self.chunk_amax is not None:
-            scales += self.chunk_slots.nbytes
+            scales += self.chunk_matrices.nbytes
         if self.places.table is not None:
             scales += self.places.table.nbytes
         return {

@@ -99,18 +99,23 @@ def _derive_weight(state: SpaceState, slot: Slot) -> None:
             first = fragment.shard_start // CHUNK
             state.chunk_amax[first : first + len(chunks)] = chunks.amax(dim=1)
     if state.weight_scales is not None:
-        amax = stored.abs().amax().reshape(1)
+        amax = _matrix_amax(slot, stored)
         max_over_group_(amax, state.space.sharing.scaled_with)
-        scale = state.weight_scales[state.space.slots.index(slot), :1]
+        present = slot.scales_in(state.weight_scales)
         usable = torch.isfinite(amax) & (amax > 0)
-        scale.copy_(torch.where(usable, ops.scale_from_amax(amax, E4M3, power_of_two=False), scale))
-        same_tensor = torch.zeros(slot.padded // CHUNK, dtype=torch.int32, device=state.space.device)
-        ops.derive_fp8_weights_(stored, None, weight, scale, same_tensor)
+        scale = torch.where(usable, ops.scale_from_amax(amax, E4M3, power_of_two=False), present)
+        present.copy_(scale)
+        ops.derive_fp8_weights_(stored, None, weight, scale, slot.chunk_matrices(state.space.device))
     elif state.weight.scales is not None:
         ops.quantize_blockwise_(stored, weight, slot.padded_slice(state.weight.scales, STATE_BLOCK))
     else:
         weight.copy_(stored)
     if state.cast_scales is not None:
-        present = weight if state.weight.scales is None else stored  # a rounded copy of the master, or the master
-        scale = ops.scale_from_amax(present.float().abs().amax().reshape(1), E4M3, power_of_two=False)
-        state.cast_scales[state.space.slots.index(slot), :1] = scale
+        values = weight if state.weight.scales is None else stored  # a rounded copy of the master, or the master
+        amax = _matrix_amax(slot, values.float())
+        slot.scales_in(state.cast_scales).copy_(ops.scale_from_amax(amax, E4M3, power_of_two=False))
+
+
+def _matrix_amax(slot: Slot, values: Tensor) -> Tensor:
+    """FP32 [matrices]: the largest magnitude of each of a parameter's matrices, of its elements [padded]."""
+    return values.view(slot.num_matrices, -1).abs().amax(dim=1)

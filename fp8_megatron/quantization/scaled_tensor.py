@@ -10,6 +10,8 @@ owner's value. Arithmetic in place writes through
 the owner. Clones, and all copies of an owned weight, are plain tensors of that value. `scaled_functions` says this of
 each of torch's functions.
 
+A weight is a matrix [N, K], or the matrices of a layer's experts [E, N, K], each with a scale of its own.
+
 Views of whole rows are ScaledTensors too, and share memory with their base. torch's ``fully_shard`` cuts a weight into
 such parts and gathers them as they are stored (`weight_shards`): one byte an element for E4M3.
 """
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import E4M3, FP8_DTYPES
-from ..formats.format import Format, Quantized
+from ..formats.format import Format, Quantized, stacked
 from ..kernels import ops
 from . import scaled_functions
 from .value_view import Decoded
@@ -43,8 +45,8 @@ class ScaledTensor(Decoded):
     Args:
         payload: E4M3 or FP16 (with --params-dtype any 16- or 32-bit dtype), of the tensor's shape. Contiguous, but for
             views.
-        scale: FP32, [1] for the whole tensor (its value is 1 if the tensor is unscaled), or [numel / block] for blocks
-            of the flattened tensor (FP16).
+        scale: FP32, one for each matrix (FP8), or one for each block of the flattened tensor (FP16). [1] of value 1 if
+            the tensor is unscaled.
         dtype: the dtype it advertises.
     """
 
@@ -83,8 +85,9 @@ class ScaledTensor(Decoded):
 
     @classmethod
     def quantize(cls, value: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> ScaledTensor:
-        """E4M3 with one scale from the amax of `value` (any float dtype, 2-D), a power of two: see `assign`."""
-        payload, _, scale = ops.quantize_current(value.detach(), E4M3, power_of_two=True)
+        """E4M3 with a scale from the amax of each matrix of `value` (any float dtype, [N, K] or [E, N, K]), a power of
+        two: see `assign`."""
+        payload, scale = _quantized(value.detach(), len(value) if value.ndim == 3 else 1, E4M3)
         return cls(payload, scale, dtype=dtype)
 
     @property
@@ -94,7 +97,7 @@ class ScaledTensor(Decoded):
 
     @property
     def scale(self) -> Tensor:
-        """The stored scales, FP32: [1], or one for each block."""
+        """The stored scales, FP32: one for each matrix, or one for each block."""
         return self._scale
 
     @property
@@ -146,9 +149,14 @@ class ScaledTensor(Decoded):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """payload · scale as a plain tensor of `dtype` in this shape; a new copy."""
-        if self._scale.numel() == 1:
-            return ops.decode(self._payload, self._scale).to(dtype)
-        return ops.dequantize_blockwise(self._payload.view(-1), self._scale).view(self.shape).to(dtype)
+        if self._has_blocks:
+            return ops.dequantize_blockwise(self._payload.view(-1), self._scale).view(self.shape).to(dtype)
+        return _decoded(self._payload, self._scale).to(dtype)
+
+    @property
+    def _has_blocks(self) -> bool:
+        """Whether the scales are of blocks, and not of matrices."""
+        return self._scale.numel() > 1 and self._payload.dtype not in FP8_DTYPES
 
     def master_value(self) -> Tensor:
         """The tensor's value in FP32: its owner's, which may be more precise than the payload, or the payload's."""
@@ -169,10 +177,10 @@ class ScaledTensor(Decoded):
         return "" if self.home is None else self.home.name
 
     def gemm_operand(self, format: Format, *, transposed: bool = False) -> Quantized:
-        """The weight [N, K] in `format`, or its transpose [K, N], for an FP8 GEMM.
+        """The weight [N, K] or [E, N, K] in `format`, or its transpose [K, N] or [E, K, N], for an FP8 GEMM.
 
         An FP8 weight is used as it is where the format allows it (`Format.stored_weight`). Other weights (FP16 at
-        levels O1 and O2) are cast here at each use; the cast is not kept.
+        levels O1 and O2) are cast here at each use; the cast is not kept. Each matrix has its own scale.
         """
         weight = self._payload
         if weight.dtype in FP8_DTYPES:
@@ -183,8 +191,15 @@ class ScaledTensor(Decoded):
             if weight.dtype is torch.float16 and self._scale.numel() > 1 and weight.is_contiguous():
                 payload = ops.quantize_weight(weight, self._scale, scale, E4M3, transposed=transposed)
                 return Quantized(payload, None, scale, format)
-        cast = format.cast(self.dequantize(), scale, rowwise=not transposed, transposed=transposed)
-        return cast.t if transposed else cast
+        value = self.dequantize()
+        matrices = value if value.ndim == 3 else value[None]
+        scales = [None] * len(matrices) if scale is None else scale.split(1)
+        casts = [
+            format.cast(matrix, own, rowwise=not transposed, transposed=transposed)
+            for matrix, own in zip(matrices, scales, strict=True)
+        ]
+        casts = [cast.t for cast in casts] if transposed else casts
+        return casts[0] if value.ndim == 2 else stacked(casts)
 
     def rows(self, rows: slice) -> ScaledTensor:
         """A view of whole rows for GEMMs, without a `main_grad`. Its cast takes the whole weight's scale."""
@@ -196,7 +211,7 @@ class ScaledTensor(Decoded):
 
     @property
     def current_cast_scale(self) -> Tensor | None:
-        """FP32 [1], the scale of its present values, if its owner keeps it: the cast then needs no amax."""
+        """FP32, the scale of each matrix's present values, if its owner keeps it: the cast then needs no amax."""
         known = self.cast_scale
         if known is None or not known.is_current or known.numel != self._payload.numel():
             return None
@@ -205,7 +220,7 @@ class ScaledTensor(Decoded):
     def assign(self, value: Tensor) -> None:
         """Take on new values in place, rounded to the tensor's own storage format; an owner does so itself.
 
-        The scale of an FP8 weight without an owner is a power of two, whoever sets it. So its values are exact in 16
+        The scales of an FP8 weight without an owner are powers of two, whoever sets it. So its values are exact in 16
         bits, and an FP8 weight that takes them, whole or in parts on any number of ranks, has them without rounding.
 
         Args:
@@ -228,7 +243,7 @@ class ScaledTensor(Decoded):
             return
         plain = value.dequantize() if isinstance(value, ScaledTensor) else value.to(self._payload.device)
         home = None if isinstance(value, Decoded) else self.home  # another weight's values are no change of this one's
-        if self._scale.numel() > 1:
+        if self._has_blocks:
             ops.quantize_blockwise_(plain.reshape(-1), self._payload.view(-1), self._scale)
         elif self._payload.dtype not in FP8_DTYPES:
             self._payload.copy_(plain)
@@ -253,7 +268,7 @@ class ScaledTensor(Decoded):
         if self._owns_scale():
             self._quantize_(self._payload, plain, home)
         else:
-            values = ops.decode(part.root, self._scale)
+            values = _decoded(part.root, self._scale)
             start = self._payload.storage_offset() - part.root.storage_offset()
             values.as_strided(self._payload.shape, self._payload.stride(), start).copy_(plain)
             self._quantize_(part.root, values, home)
@@ -263,12 +278,10 @@ class ScaledTensor(Decoded):
     def _quantize_(self, payload: Tensor, plain: Tensor, home: Home | None) -> None:
         if plain.numel() == 0:
             return
-        flat = plain.reshape(1, -1)
-        quantized, _, scale = ops.quantize_current(flat, payload.dtype, power_of_two=True)
-        quantized = quantized.view(payload.shape)
+        quantized, scale = _quantized(plain, self._scale.numel(), payload.dtype)
         if home is not None:
             if not (home.is_loading or payload.is_meta):
-                home.check_change(ops.decode(payload, self._scale), plain.float(), ops.decode(quantized, scale))
+                home.check_change(_decoded(payload, self._scale), plain.float(), _decoded(quantized, scale))
             home.note_write()
         payload.copy_(quantized)
         self._scale.copy_(scale)
@@ -284,8 +297,8 @@ class ScaledTensor(Decoded):
         return made
 
     def sized(self, payload: Tensor, *, is_zero: bool) -> ScaledTensor:
-        """A tensor of the same format over new storage of another size: FP8 with one scale, FP16 with as many as it
-        takes. It is no part of this one.
+        """A tensor of the same format over new storage of another size, with as many scales as it takes. It is no part
+        of this one.
 
         Args:
             payload: the new storage.
@@ -326,7 +339,8 @@ class ScaledTensor(Decoded):
     def part_onto(self, payload: Tensor) -> ScaledTensor:
         """`view_onto` some of the rows, which knows what it is a part of."""
         view = self.view_onto(payload)
-        view._part = self._part or Part(self._payload)
+        if self._has_blocks or view._scale.numel() == self._scale.numel():
+            view._part = self._part or Part(self._payload)
         return view
 
     def fsdp_pre_all_gather(
@@ -399,6 +413,24 @@ class ScaledTensor(Decoded):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
         return scaled_functions.call(func, args, kwargs or {})
+
+
+def _quantized(value: Tensor, num_matrices: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """FP8 of the shape of `value`, and the scale of each matrix from its amax, a power of two: FP32 [matrices]."""
+    matrices = value.reshape(num_matrices, 1, -1)
+    casts = [ops.quantize_current(matrix, dtype, power_of_two=True) for matrix in matrices]
+    if num_matrices == 1:
+        payload, _, scale = casts[0]
+        return payload.view(value.shape), scale
+    payload = torch.cat([payload.view(torch.uint8) for payload, _, _ in casts])  # a CPU does not concatenate FP8
+    return payload.view(dtype).view(value.shape), torch.cat([scale for _, _, scale in casts])
+
+
+def _decoded(payload: Tensor, scale: Tensor) -> Tensor:
+    """payload · scale in FP32, of matrices that follow each other, with a scale each."""
+    if scale.numel() == 1:
+        return ops.decode(payload, scale)
+    return ops.decode(payload.reshape(scale.numel(), -1), scale[:, None]).view(payload.shape)
 
 
 #: Attributes that a copy does not take over: its storage is its own, and nobody else's optimizer holds it.

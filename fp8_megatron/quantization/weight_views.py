@@ -93,7 +93,7 @@ class Part:
     """What the views of one tensor's rows know together.
 
     Attributes:
-        root: the payload that they are views of. All of it has one scale, if it is FP8.
+        root: the payload that they are views of.
         is_zero: nothing was written to it yet.
         scales_alone: its scale fits it alone, because plain values were written; other ranks' rows may have another.
     """
@@ -110,7 +110,7 @@ class CastScale:
     A weight and its views share it, so that a write through any of them is seen.
 
     Attributes:
-        scale: FP32 [1], 16-byte aligned, as cuBLASLt requires.
+        scale: FP32, one a matrix, each 16-byte aligned, as cuBLASLt requires.
         numel: elements of the weight. A view of some of them has another amax.
         is_current: whether `scale` is that of the present values. A write through a tensor makes it False.
     """

@@ -2,7 +2,8 @@
 
 Parameters that are stored and reduced alike form one flat space. The gradient norm and the optimizer step then take a
 few kernels, independent of the number of layers. Every parameter starts on a boundary that is a multiple of all scale
-blocks (linear weights: of a chunk), so no block crosses two parameters.
+blocks (linear weights: of a chunk), so no block crosses two parameters. A linear weight is one matrix, or those of a
+layer's experts [E, N, K]; a matrix is whole chunks, so no chunk crosses two matrices.
 
 A space is cut into buckets of one size (or of whole parameters), and every bucket evenly over the space's replicas:
 
@@ -65,6 +66,7 @@ class Slot:
         name: in the whole model.
         region: where the elements lie in the whole parameter; None: the parameter is whole.
         order: the dimensions by which the elements lie one after another; None: as they are counted.
+        first_matrix: the number of its first matrix among those of the space.
     """
 
     name: str
@@ -73,11 +75,37 @@ class Slot:
     alignment: int
     region: Region | None = None
     order: tuple[int, ...] | None = None
+    first_matrix: int = 0
 
     @property
     def numel(self) -> int:
         """Elements of the parameter, as real numbers."""
         return self.param.numel() * (2 if self.param.is_complex() else 1)
+
+    @property
+    def num_matrices(self) -> int:
+        """Matrices of the parameter that each have a scale: one, or those of a linear weight [E, N, K]."""
+        return self.param.shape[0] if isinstance(self.param, ScaledTensor) and self.param.ndim == 3 else 1
+
+    @property
+    def matrices(self) -> slice:
+        """Their numbers among the matrices of the space."""
+        return slice(self.first_matrix, self.first_matrix + self.num_matrices)
+
+    @property
+    def padded_matrix(self) -> int:
+        """Elements of a matrix, with the padding of a parameter that is one matrix."""
+        return self.padded // self.num_matrices
+
+    def scales_in(self, table: torch.Tensor) -> torch.Tensor:
+        """The scales of its matrices in a table [matrices of the space, 4], whose first column they are (a view)."""
+        # One scale has stride 1, so that it can be viewed as bytes.
+        return table[self.first_matrix, :1] if self.num_matrices == 1 else table[self.matrices, 0]
+
+    def chunk_matrices(self, device: torch.device) -> torch.Tensor:
+        """int32 [padded / CHUNK]: which of the parameter's matrices each of its chunks belongs to."""
+        numbers = torch.arange(self.num_matrices, dtype=torch.int32, device=device)
+        return numbers.repeat_interleave(self.padded_matrix // CHUNK)
 
     @property
     def padded(self) -> int:
@@ -201,6 +229,11 @@ class ParamSpace:
         return sum(slot.numel for slot in self.slots)
 
     @property
+    def num_matrices(self) -> int:
+        """Matrices of all parameters."""
+        return sum(slot.num_matrices for slot in self.slots)
+
+    @property
     def shard_numel(self) -> int:
         """Elements of the space that each rank owns."""
         return self.numel // self.num_shards
@@ -246,17 +279,31 @@ class ParamSpace:
 
         The padding at the end of a space counts to its last slot.
         """
-        ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64, device="cpu")
         starts = torch.arange(bucket.start, bucket.stop, block, device="cpu")
-        return torch.searchsorted(ends, starts, right=True).to(self.device, torch.int32)
+        return self._slot_at(starts).to(self.device, torch.int32)
 
-    def shard_chunk_slots(self) -> torch.Tensor:
-        """int32 [shard_numel / CHUNK]: index of the slot that each chunk of this rank's shard belongs to."""
-        parts = []
-        for bucket in self.buckets:
-            slots = self.block_slots(bucket, CHUNK)
-            parts.append(slots.view(self.num_shards, -1)[self.shard_index])
-        return torch.cat(parts)
+    def shard_chunk_matrices(self) -> torch.Tensor:
+        """int32 [shard_numel / CHUNK]: number of the matrix that each chunk of this rank's shard belongs to.
+
+        The padding at the end of a space counts to its last matrix.
+        """
+        starts = self._shard_starts(CHUNK)
+        facts = [(slot.offset, slot.padded_matrix, slot.num_matrices, slot.first_matrix) for slot in self.slots]
+        table = torch.tensor(facts, dtype=torch.int64, device="cpu")[self._slot_at(starts)]
+        offset, numel, count, first = table.unbind(1)
+        inside = torch.minimum((starts - offset) // numel, count - 1)
+        return (first + inside).to(self.device, torch.int32)
+
+    def _slot_at(self, elements: torch.Tensor) -> torch.Tensor:
+        """int64: index of the slot of each element, int64 on the CPU."""
+        ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64, device="cpu")
+        return torch.searchsorted(ends, elements, right=True)
+
+    def _shard_starts(self, unit: int) -> torch.Tensor:
+        """int64 [shard_numel / unit] on the CPU: the element of the space where each unit of this rank's shard
+        starts."""
+        parts = (torch.arange(bucket.start, bucket.stop, unit, device="cpu") for bucket in self.buckets)
+        return torch.cat([part.view(self.num_shards, -1)[self.shard_index] for part in parts])
 
     @property
     def place_unit(self) -> int:
@@ -265,15 +312,8 @@ class ParamSpace:
 
     def shard_places(self) -> ops.Places:
         """Where the elements of this rank's shard lie in the whole model: a row of the table for each `place_unit`."""
-        unit = self.place_unit
-        starts = torch.cat(
-            [
-                torch.arange(bucket.start, bucket.stop, unit, device="cpu").view(self.num_shards, -1)[self.shard_index]
-                for bucket in self.buckets
-            ]
-        )
-        ends = torch.tensor([slot.offset + slot.padded for slot in self.slots[:-1]], dtype=torch.int64, device="cpu")
-        index = torch.searchsorted(ends, starts, right=True)
+        starts = self._shard_starts(self.place_unit)
+        index = self._slot_at(starts)
         cuts = [(slot.region and slot.region.cut) or Cut(_ENDLESS, _ENDLESS, 0) for slot in self.slots]
         facts = [
             (ops.seed_of(slot.name), slot.offset, cut.width, cut.stride - cut.width, cut.first)
@@ -324,6 +364,9 @@ def partition(
         whole_linears: no linear weight lies in two buckets. A weight larger than a bucket makes a larger bucket.
         keeps_dtype: plain parameters keep their dtypes, and their channels-last order. Those of each dtype have a space
             apart.
+
+    Raises:
+        ValueError: the experts of a linear weight have a size that cannot be cut; with the size.
     """
     grouped: dict[tuple[StorageClass, Sharing, bool, torch.dtype | None], list[Slot]] = {}
     for name, param in named_params:
@@ -332,9 +375,17 @@ def partition(
         sharing = Sharing(Replicas.of(None, param.device)) if sharing_of is None else sharing_of(param)
         decoupled = takes_decoupled_lr is not None and takes_decoupled_lr(param)
         slots = grouped.setdefault((storage, sharing, decoupled, dtype), [])
-        start = slots[-1].offset + slots[-1].padded if slots else 0
+        start, first_matrix = (slots[-1].offset + slots[-1].padded, slots[-1].matrices.stop) if slots else (0, 0)
         region = None if region_of is None else region_of(param)
-        slots.append(Slot(name, param, start, storage.alignment, region, _order(param) if keeps_dtype else None))
+        order = _order(param) if keeps_dtype else None
+        slot = Slot(name, param, start, storage.alignment, region, order, first_matrix)
+        if slot.numel % (slot.num_matrices * CHUNK) and slot.num_matrices > 1:
+            rows, columns = param.shape[1:]
+            raise ValueError(
+                f"{name}: {rows} × {columns} elements of an expert are no multiple of {CHUNK}, the unit in which the "
+                f"amaxes of FP8 weights are taken; choose other sizes"
+            )
+        slots.append(slot)
     return [
         replace(
             _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears),

@@ -50,11 +50,13 @@ class Region:
 
     Attributes:
         shape: of the rank's part.
-        axis: the axis that ranks share; None: the part is the whole parameter.
+        axis: the axis that ranks share; None: the part has all of every axis.
         pieces: equal pieces of the axis that are cut separately (2 for the gate and up matrices of SwiGLU).
-        rank, size: of the ranks that share the parameter.
+        rank, size: of the ranks that share the axis.
         axis_size: of the whole parameter, where the ranks' parts are not equal: all but the last ones are the largest.
         stacked: (index, count) of each axis that the whole tensor has in front of the parameter's: layers, experts.
+        experts: (rank, size) of the ranks that share the experts evenly, axis 0 of a parameter [E, N, K]. `axis` is
+            then another one.
     """
 
     shape: Shape
@@ -64,14 +66,17 @@ class Region:
     size: int = 1
     axis_size: int | None = None
     stacked: tuple[tuple[int, int], ...] = ()
+    experts: tuple[int, int] = (0, 1)
 
     @property
     def whole_shape(self) -> Shape:
         """Of the whole parameter."""
-        if self.axis is None:
-            return self.shape
-        axis_size = self.shape[self.axis] * self.size if self.axis_size is None else self.axis_size
-        return (*self.shape[: self.axis], axis_size, *self.shape[self.axis + 1 :])
+        whole = list(self.shape)
+        if self.axis is not None:
+            whole[self.axis] = whole[self.axis] * self.size if self.axis_size is None else self.axis_size
+        if whole:
+            whole[0] *= self.experts[1]
+        return tuple(whole)
 
     @property
     def global_shape(self) -> Shape:
@@ -83,6 +88,16 @@ class Region:
         """Whether all ranks have equal parts."""
         return self.axis is None or self.whole_shape[self.axis] % (self.size * self.pieces) == 0
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no rank before this one has a part of the parameter."""
+        return self.rank == 0 and self.experts[0] == 0
+
+    def of_matrix(self) -> Region:
+        """The part of one matrix of a parameter [E, N, K] that all experts' ranks together hold."""
+        axis = None if self.axis is None else self.axis - 1
+        return Region(self.shape[1:], axis, self.pieces, self.rank, self.size, self.axis_size)
+
     def _share(self) -> int:
         """The largest part that a rank has of each piece of the axis."""
         assert self.axis is not None
@@ -91,16 +106,22 @@ class Region:
     @property
     def cut(self) -> Cut | None:
         """Where the elements lie, flat, in the whole parameter; None: the part is the whole."""
+        expert_rank, expert_ranks = self.experts
         if self.axis is None:
-            return None
+            numel = math.prod(self.shape)
+            return None if expert_ranks == 1 else Cut(numel, numel, expert_rank * numel)
         inner = math.prod(self.shape[self.axis + 1 :])
         width = max(1, self._share() * inner)
         is_one_run = self.axis == 0 and self.pieces == 1
         stride = width if is_one_run else max(1, self.whole_shape[self.axis] // self.pieces * inner)
-        return Cut(width, stride, self.rank * self._share() * inner)
+        before = expert_rank * math.prod(self.whole_shape) // expert_ranks
+        return Cut(width, stride, before + self.rank * self._share() * inner)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of `whole_shape`."""
+        expert_rank, expert_ranks = self.experts
+        if expert_ranks > 1:
+            whole = whole.chunk(expert_ranks)[expert_rank]
         if self.axis is None:
             return whole
         share, size = self._share(), whole.shape[self.axis] // self.pieces
@@ -112,29 +133,34 @@ class Region:
     def rectangles(self, start: int, length: int) -> Iterator[Rectangle]:
         """Rectangles of the elements [start, start + length) of the flattened part, without the padding after its end.
 
-        At most a partial row, full rows (two runs if a piece of the axis ends between them) and a partial row. The
-        parameter has one or two dimensions.
+        Each takes as many full rows, matrices or single elements as lie in one rectangle of the whole.
         """
-        columns = math.prod(self.shape[1:])
         stop = min(start + length, math.prod(self.shape))
-        rows = self.shape[0] // (self.pieces if self.axis == 0 else 1)
         while start < stop:
-            row, column = divmod(start, columns)
-            if column or stop - start < columns:
-                num_rows, width = 1, min(columns - column, stop - start)
-            else:
-                num_rows, width = min((stop - start) // columns, rows - row % rows), columns
-            yield self._rectangle(start, row, column, num_rows, width)
-            start += num_rows * width
+            found = self._rectangle(start, stop)
+            yield found
+            start += found.numel
 
-    def _rectangle(self, start: int, row: int, column: int, num_rows: int, width: int) -> Rectangle:
-        if self.axis == 1:
-            column += self.rank * self._share()
-        elif self.axis == 0:
+    def _rectangle(self, start: int, stop: int) -> Rectangle:
+        """The largest rectangle that begins at `start`, of a range that ends at `stop`."""
+        first_dim = 0 if self.axis is None or self.pieces == 1 else self.axis  # what has pieces is no rectangle
+        for dim in range(first_dim, len(self.shape)):
+            inner = math.prod(self.shape[dim + 1 :])
+            if start % inner == 0 and stop - start >= inner:
+                break
+        index = start // inner % self.shape[dim]
+        run = self.shape[dim] // (self.pieces if dim == self.axis else 1)
+        count = min((stop - start) // inner, run - index % run)
+        offset: list[int] = []
+        left = start
+        for size in reversed(self.shape):
+            left, place = divmod(left, size)
+            offset.insert(0, place)
+        if self.axis is not None:
             share = self._share()
-            piece, row = divmod(row, share)
-            row += piece * (self.whole_shape[0] // self.pieces) + self.rank * share
-        offset: Shape = (row, column)[: len(self.shape)]
-        sizes: Shape = (num_rows, width)[: len(self.shape)]
+            piece, place = divmod(offset[self.axis], share)
+            offset[self.axis] = piece * (self.whole_shape[self.axis] // self.pieces) + self.rank * share + place
+        offset[0] += self.experts[0] * self.shape[0]
+        sizes = (*(1 for _ in range(dim)), count, *self.shape[dim + 1 :])
         front = tuple(index for index, _ in self.stacked)
-        return Rectangle(start, num_rows * width, (*front, *offset), (*(1 for _ in front), *sizes))
+        return Rectangle(start, count * inner, (*front, *offset), (*(1 for _ in front), *sizes))

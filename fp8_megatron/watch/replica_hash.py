@@ -254,12 +254,12 @@ def _describe(
 
 def _weights(state: SpaceState) -> Iterator[_Replicated]:
     """The weights of a space and their scales, parameter by parameter."""
-    for index, slot in enumerate(state.space.slots):
+    for slot in state.space.slots:
         yield from _parts(slot, "weight", state.weight)
         if state.weight_scales is not None:
-            yield _Replicated(f"scale of {slot.name}", state.weight_scales[index, :1])
+            yield _Replicated(f"scale of {slot.name}", slot.scales_in(state.weight_scales))
     if isinstance(state, SplitSpaceState):
-        yield _Replicated("predicted amaxes of split masters", state.tensor_amax)
+        yield _Replicated("predicted amaxes of split masters", state.matrix_amax)
 
 
 def _parts(slot: Slot, what: str, stored: StateTensor) -> Iterator[_Replicated]:

@@ -215,7 +215,8 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "quantize_blockwise_": [(torch.rand(N - 3), *_flat(E4M3, 128)), (x.view(-1), *_flat(torch.int8, 256))],
         "dequantize_blockwise": [tuple(_flat(E4M3, 128))],
         "quantize_weight": [
-            (stored.payload.view(T, K), stored.scales, scale, E4M3, transposed) for transposed in (False, True)
+            *((stored.payload.view(T, K), stored.scales, scale, E4M3, transposed) for transposed in (False, True)),
+            (stored.payload.view(2, T // 2, K), stored.scales, scale.repeat(2), E4M3, True),
         ],
         "accumulate_rows_": [
             (*rows, torch.rand(N // 2), 0.5, True, 1, _fp8(1, N // 2)[0], torch.rand(N // 256), None),

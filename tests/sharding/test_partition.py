@@ -83,13 +83,13 @@ def test_spaces_are_by_storage_class_in_the_given_order() -> None:
     }
 
 
-def test_chunk_slots_and_views() -> None:
+def test_chunk_matrices_and_views() -> None:
     (space,) = (space for space in partition(make_params().items()) if space.storage is StorageClass.LINEAR)
-    chunk_slots = space.shard_chunk_slots()
-    assert chunk_slots.numel() == space.numel // CHUNK
+    chunk_matrices = space.shard_chunk_matrices()
+    assert chunk_matrices.numel() == space.numel // CHUNK
     flat = torch.arange(space.numel, dtype=torch.float32)
     for index, slot in enumerate(space.slots):
-        assert (chunk_slots[slot.offset // CHUNK : (slot.offset + slot.padded) // CHUNK] == index).all()
+        assert (chunk_matrices[slot.offset // CHUNK : (slot.offset + slot.padded) // CHUNK] == index).all()
         assert slot.slice(flat).shape == slot.param.shape
         assert slot.slice(flat).view(-1)[0] == slot.offset
         for block in (1, GRAD_BLOCK, STATE_BLOCK, CHUNK):
@@ -166,7 +166,7 @@ def test_bucket_views_and_spans_agree_with_fragments(num_shards: int) -> None:
                 for span in spans:
                     assert span.bucket.start + span.bucket_start == slot.offset + span.slot_start
             if space.storage is StorageClass.LINEAR:
-                slots = space.shard_chunk_slots()
+                slots = space.shard_chunk_matrices()
                 for number, slot in enumerate(space.slots):
                     for part in space.fragments(slot):
                         chunks = slots[part.shard_start // CHUNK : (part.shard_start + part.length) // CHUNK]

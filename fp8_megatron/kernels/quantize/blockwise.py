@@ -9,7 +9,6 @@ from ...dtypes import COMPANDED_DTYPES
 from ..reference import decode, encode, scale_from_amax
 from ..registration import operator
 from ..shapes import fp32, payload_like
-from .reference import quantize_with_scale
 
 
 def check_storage(x: Tensor, payload: Tensor, scales: Tensor) -> None:
@@ -66,28 +65,27 @@ def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def _check_weight(weight: Tensor, scales: Tensor) -> None:
-    assert weight.ndim == 2 and weight.is_contiguous() and weight.dtype == torch.float16, (weight.shape, weight.dtype)
+    assert weight.ndim in (2, 3) and weight.is_contiguous(), weight.shape
+    assert weight.dtype == torch.float16, weight.dtype
     assert scales.is_contiguous() and weight.numel() % scales.numel() == 0, (weight.shape, scales.shape)
 
 
 @operator(
     gpu=".blockwise_triton",
-    fake=lambda weight, dtype, transposed: payload_like(
-        weight, weight.shape[::-1] if transposed else weight.shape, dtype
-    ),
+    fake=lambda weight, dtype, transposed: payload_like(weight, (weight.mT if transposed else weight).shape, dtype),
     check=_check_weight,
 )
 def quantize_weight(weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
     """Cast a weight that is stored in FP16 with block scales, in one layout; values beyond `scale` saturate.
 
     Args:
-        weight: FP16 [N, K], contiguous; scales: FP32 [N · K / block], of blocks of the flattened weight.
-        scale: FP32 [1], of the result.
+        weight: FP16 [N, K] or [E, N, K], contiguous; scales: FP32 [numel / block], of blocks of the flattened weight.
+        scale: FP32 [1] or [E], of the result; any stride.
         transposed: whether the result is the transpose.
 
     Returns:
-        payload [N, K] in `dtype`, or its transpose [K, N].
+        payload [N, K] or [E, N, K] in `dtype`, or its transpose [K, N] or [E, K, N].
     """
     value = dequantize_blockwise(weight.reshape(-1), scales).view(weight.shape)
-    payload, payload_t = quantize_with_scale(value, scale, dtype, rowwise=not transposed, transposed=transposed)
-    return payload_t if transposed else payload
+    payload = encode(value, scale.view(-1, *(1 for _ in weight.shape[1:])), dtype)
+    return payload.mT.contiguous() if transposed else payload

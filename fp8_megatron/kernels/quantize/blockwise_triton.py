@@ -232,18 +232,22 @@ _TILE_K = 128
 
 @triton.jit
 def _cast_rows(
-    weight, scales, scale, payload, num_blocks,
+    weight, scales, scale, payload, num_blocks, stride,
     FP_MAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS blocks of BLOCK elements a program."""
+    """ROWS blocks of BLOCK elements a program, of matrix ``program_id(1)``; its scale is at `stride` times that."""
     first = tl.program_id(0).to(tl.int64) * ROWS
+    matrix = tl.program_id(1).to(tl.int64)
+    weight += matrix * num_blocks * BLOCK
+    payload += matrix * num_blocks * BLOCK
+    scales += matrix * num_blocks
     rows = tl.arange(0, ROWS)[:, None]
     offsets = first * BLOCK + rows * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = None
     if not EVEN:
         mask = first + rows < num_blocks
     value = tl.load(weight + offsets, mask=mask).to(tl.float32) * tl.load(scales + first + rows, mask=mask)
-    inverse = reciprocal(tl.load(scale))
+    inverse = reciprocal(tl.load(scale + matrix * stride))
     tl.store(payload + offsets, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
 
 
@@ -262,7 +266,7 @@ def _decoded_row(weight, scales, row, columns, k0, N, K, BLOCK: tl.constexpr, RO
 
 @triton.jit
 def _cast_transposed(
-    weight, scales, scale, payload_t, N, K,
+    weight, scales, scale, payload_t, N, K, stride,
     FP_MAX: tl.constexpr, BLOCK: tl.constexpr, ROW_IN_BLOCK: tl.constexpr,
     TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +275,11 @@ def _cast_transposed(
     k0 = tl.program_id(0) % tiles_k * TILE_K
     rows = n0 + 4 * tl.arange(0, TILE_N // 4)[:, None]
     columns = k0 + tl.arange(0, TILE_K)[None, :]
-    inverse = reciprocal(tl.load(scale))
+    matrix = tl.program_id(1).to(tl.int64)
+    weight += matrix * N * K
+    payload_t += matrix * N * K
+    scales += matrix * N * K // BLOCK
+    inverse = reciprocal(tl.load(scale + matrix * stride))
     dtype: tl.constexpr = payload_t.dtype.element_ty
     q0 = encode(_decoded_row(weight, scales, rows, columns, k0, N, K, BLOCK, ROW_IN_BLOCK), inverse, FP_MAX, dtype)
     q1 = encode(_decoded_row(weight, scales, rows + 1, columns, k0, N, K, BLOCK, ROW_IN_BLOCK), inverse, FP_MAX, dtype)
@@ -286,23 +294,27 @@ def quantize_weight(weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.
     Raises:
         ValueError: `transposed` with N not a multiple of 4, or see `block_of_sizes`.
     """
-    N, K = weight.shape
-    launch = _weight_launch(N, K, scales.numel(), dtype, transposed)
+    N, K = weight.shape[-2:]
+    count, stride = (len(weight), scale.stride(0)) if weight.ndim == 3 else (1, 0)
+    launch = _weight_launch(N, K, scales.numel() // count, dtype, transposed, count, stride)
     rows, columns = (K, N) if transposed else (N, K)
-    payload = empty(rows, columns, dtype, weight.device)
+    payload = empty(count * rows, columns, dtype, weight.device)
     launch(weight, scales, scale, payload)
-    return payload
+    return payload.view(count, rows, columns) if weight.ndim == 3 else payload
 
 
 @lru_cache(maxsize=MOST_SHAPES)
-def _weight_launch(N: int, K: int, num_blocks: int, dtype: torch.dtype, transposed: bool) -> PreparedLaunch:
+def _weight_launch(
+    N: int, K: int, num_blocks: int, dtype: torch.dtype, transposed: bool, count: int, stride: int
+) -> PreparedLaunch:
+    """For `count` matrices [N, K] of `num_blocks` blocks each."""
     block = block_of_sizes(N * K, num_blocks)
     if not transposed:
         rows = _WEIGHT_TILE // block
         return PreparedLaunch(
             _cast_rows,
-            (cdiv(num_blocks, rows),),
-            *(num_blocks, MAX_FINITE[dtype], rows, block, num_blocks % rows == 0),
+            (cdiv(num_blocks, rows), count),
+            *(num_blocks, stride, MAX_FINITE[dtype], rows, block, num_blocks % rows == 0),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=True,
         )
@@ -311,8 +323,8 @@ def _weight_launch(N: int, K: int, num_blocks: int, dtype: torch.dtype, transpos
     row_in_block = K % _TILE_K == 0 and block % _TILE_K == 0  # then a tile's rows start on multiples of its width
     return PreparedLaunch(
         _cast_transposed,
-        (cdiv(N, _TILE_N) * cdiv(K, _TILE_K),),
-        *(N, K, MAX_FINITE[dtype], block, row_in_block, _TILE_N, _TILE_K),
+        (cdiv(N, _TILE_N) * cdiv(K, _TILE_K), count),
+        *(N, K, stride, MAX_FINITE[dtype], block, row_in_block, _TILE_N, _TILE_K),
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )
