@@ -103,6 +103,10 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         known["window_attn_skip_freq"] = str(skips)
     if isinstance(known.get("moe_layer_freq"), int | list):
         known["moe_layer_freq"] = str(known["moe_layer_freq"])
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        if known.get(name) is not None:
+            values = known[name] if isinstance(known[name], list | tuple) else [known[name]]
+            known[name] = [str(value) for value in values]
     return model_settings(known)
 
 
@@ -111,6 +115,8 @@ def unsupported_argument(folder: Path, arguments: Mapping[str, Any]) -> str | No
     for name, idle in NO_SETTING.items():
         if arguments.get(name) not in idle:
             return _unsupported(folder, name, arguments[name])
+    if arguments.get("num_experts"):  # goes where Megatron's names of experts are read
+        return f"{folder} was saved with num_experts({arguments['num_experts']}), and Megatron's experts are not read"
     known = settings_of_arguments(arguments)
     for name in (name for each in ARCHITECTURES for name in each.computed_settings):
         if arguments.get(name) is not None and name not in known:

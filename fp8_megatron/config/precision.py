@@ -39,7 +39,7 @@ class PrecisionConfig:
     fp8_weight_grad_scaling: Literal["block", "delayed"] | None = None
     """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
     amaxes of past steps; the GEMM then writes FP8 directly. Default: delayed with --fp8-recipe delayed and
-    --fp8-amax-compute-algo max, else block."""
+    --fp8-amax-compute-algo max, else block. Experts always have block."""
     fp8_lm_head: bool | None = None
     """Run the three GEMMs of the LM head in FP8, too. Its weight is stored in 16 bits and cast for each GEMM.
     Cross-entropy casts the gradient of the logits to FP8. Default: on with --precision fp8 and --fp8-recipe delayed,

@@ -15,6 +15,8 @@ from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.partition import PLACE_BYTES, StorageClass
 from ..sharding.storage import ModelStorage
 
+#: Of a model: its experts, and all that is not in them.
+Part = Literal["experts", "others"]
 #: GPT-2's, for a model whose tokenizer gives the size.
 _GPT2_VOCAB_SIZE = 50257
 
@@ -70,18 +72,13 @@ def rule_of(config: Config) -> UpdateRule:
 
 def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0) -> MemoryByKind:
     """Predicted memory of a rank of pipeline stage `stage`, without padding and wire buffers."""
-    replicas = config.num_replicas(world_size)
     is_trained = not config.training.skip_train
     stored = model_storage(config.precision, config.num_micro_batches(world_size), is_trained=is_trained)
     rule = rule_of(config)
     linear = rest = StorageBytes.none(rule.states)
-    parts: dict[Literal["experts", "others"], int] = {
-        "experts": replicas // config.parallel.expert_model_parallel_size,
-        "others": replicas,
-    }
-    for part, sharers in parts.items():
+    for part, replicas in replicas_by_part(config, world_size).items():
         for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage, part=part).items():
-            held = _predict(storage, count, stored, rule, sharers)
+            held = _predict(storage, count, stored, rule, replicas)
             if storage is StorageClass.LINEAR:
                 linear += held
             else:
@@ -89,19 +86,27 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     return MemoryByKind(linear, rest)
 
 
+def replicas_by_part(config: Config, world_size: int) -> dict[Part, int]:
+    """Ranks that hold the same experts, and the same other weights; of a model without experts, the second alone."""
+    others = config.num_replicas(world_size)
+    if config.model.num_experts is None:
+        return {"others": others}
+    return {"experts": others // config.parallel.expert_model_parallel_size, "others": others}
+
+
 def parameters_by_class(
     config: Config,
     padded_vocab_size: int,
     *,
     stage: int | None = None,
-    part: Literal["all", "experts", "others"] = "all",
+    part: Part | None = None,
 ) -> dict[StorageClass, int]:
     """Parameters by the way they are stored: of a rank of pipeline stage `stage`, or of the whole model (None).
 
     Linear layers outside FP8 are stored as matrices.
 
     Args:
-        part: those of experts, which expert-parallel ranks share, or the others.
+        part: those of experts, which expert-parallel ranks share, or the others; None: all.
     """
     model, tp, ep, layers = config.model, 1, 1, list(range(config.model.num_layers))
     ends = {"is_first": True, "is_last": True}

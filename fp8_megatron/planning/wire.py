@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..collectives.packed import packed_bytes
 from ..config.schema import Config
 from ..dtypes import GRAD_BLOCK, StorageDtype
-from .memory import model_storage, parameters_by_class
+from .memory import model_storage, parameters_by_class, replicas_by_part
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ def predict_wire_bytes(config: Config, padded_vocab_size: int, *, world_size: in
     A reduction of B bytes over d replicas sends B·(d−1)/d, as the gather of B bytes of weights does. Micro-batches that
     are not added up on each rank are each reduced.
     """
-    replicas = config.num_replicas(world_size)
     num_micro_batches = config.num_micro_batches(world_size)
     stored = model_storage(config.precision, num_micro_batches)
     gradients = weights = 0.0
-    for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage).items():
-        grads = stored.of_grads(storage)
-        per_element = grads.wire.itemsize + (4 / GRAD_BLOCK if grads.wire is StorageDtype.FP8 else 0)
-        reductions = 1 if grads.adds_locally else num_micro_batches
-        gradients += reductions * count * per_element
-        weights += count * stored.of_state(storage).weight.itemsize
-    share = (replicas - 1) / replicas
-    return WireBytes(round(gradients * share), round(weights * share))
+    for part, replicas in replicas_by_part(config, world_size).items():
+        share = (replicas - 1) / replicas
+        for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage, part=part).items():
+            grads = stored.of_grads(storage)
+            per_element = grads.wire.itemsize + (4 / GRAD_BLOCK if grads.wire is StorageDtype.FP8 else 0)
+            reductions = 1 if grads.adds_locally else num_micro_batches
+            gradients += reductions * count * per_element * share
+            weights += count * stored.of_state(storage).weight.itemsize * share
+    return WireBytes(round(gradients), round(weights))
 
 
 def stage_message_bytes(config: Config) -> int:

@@ -86,6 +86,23 @@ def test_arguments_without_a_setting(name: str) -> None:
     assert unsupported_argument(FOLDER, {"num_layers": 2, name: other}) == expected
 
 
+def test_arguments_of_experts() -> None:
+    """Numbers and lists are as this project's settings have them."""
+    arguments = {"num_experts": 8, "moe_layer_freq": [0, 1], "moe_aux_loss_coeff": 0.01, "moe_router_topk": 4}
+    known = settings_of_arguments({**arguments, "moe_router_load_balancing_type": "seq_aux_loss"})
+    assert ModelConfig(**known).balancing_losses == {"seq_aux_loss": 0.01}
+    model = replace(LLAMA_STYLE, num_layers=2, num_experts=8, moe_layer_freq="[0]+[1]")
+    found = first_difference(known, replace(model, moe_router_topk=4))
+    assert found is None
+    found = first_difference(known, model)
+    assert found is not None and found.flag == "--moe-router-topk 4"
+    assert "Megatron's experts are not read" in str(unsupported_argument(FOLDER, arguments))
+    found = first_difference({"num_experts": 8}, LLAMA_STYLE)
+    assert found is not None and "num_experts(8), this run has num_experts(None), another model" in found.sentence(
+        FOLDER, "this run", "give it"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("position_embedding_type", "mrope"), ("normalization", "ScaleNorm"), ("window_size", 128)]
 )

@@ -32,6 +32,8 @@ WORLD_SIZES = {
     "llama_1b": (1, 4, 8),
     "llama_70b": (32, 64),
     "qwen3_8b": (4, 8),
+    "qwen3_30b_a3b": (8, 16),
+    "mixtral_8x7b": (8, 16),
 }
 
 #: Files that go over a model's.
@@ -53,6 +55,8 @@ BILLIONS = {
     "llama_1b": (0.9, 1.0),
     "llama_70b": (68.0, 71.0),
     "qwen3_8b": (6.9, 7.0),
+    "qwen3_30b_a3b": (29.5, 30.5),
+    "mixtral_8x7b": (46.0, 47.0),
 }
 
 
@@ -72,6 +76,8 @@ NAMED_GPUS = {
     "llama_1b": (1, 80, "one GPU of 80 GB"),
     "llama_70b": (32, 80, "32 GPUs"),
     "qwen3_8b": (4, 80, "4 GPUs of 80 GB"),
+    "qwen3_30b_a3b": (8, 141, "8 GPUs of 141 GB"),
+    "mixtral_8x7b": (8, 141, "8 GPUs of 141 GB"),
 }
 
 
@@ -135,6 +141,7 @@ def test_it_parses_and_passes_the_checks(name: str, overlay: str | None) -> None
 def test_its_size_is_the_one_in_its_name(name: str) -> None:
     model = parse_config(["--config", str(CONFIGS / f"{name}.yaml")]).model
     attention = model.hidden_size * model.head_dim * (2 * model.num_attention_heads + 2 * model.query_groups)
-    mlp = (3 if model.swiglu else 2) * model.hidden_size * model.padded_ffn_hidden_size
+    width = (model.num_experts or 1) * model.expert_ffn_hidden_size
+    mlp = (3 if model.swiglu else 2) * model.hidden_size * width
     low, high = BILLIONS[name]
     assert low < model.num_layers * (attention + mlp) / 1e9 < high

@@ -105,10 +105,6 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
         ("--precision te", "experts are in FP8 or BF16, not te"),
         ("--fp8-recipe blockwise", "num_experts with fp8_recipe(blockwise)"),
         (
-            "--fp8-weight-grad-scaling delayed",
-            "fp8_weight_grad_scaling(delayed): gradients of experts have a scale for",
-        ),
-        (
             "--recompute-granularity selective --recompute-modules mlp",
             "recompute_modules(mlp): every layer has experts",
         ),

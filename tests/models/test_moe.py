@@ -9,7 +9,7 @@ import pytest
 from fp8_megatron.checkpoint.placement import placement_of
 from fp8_megatron.config.schema import Config, ModelConfig, TrainingConfig
 from fp8_megatron.models.registry import architecture_of, is_linear_weight, layers_of_key, weight_shapes
-from fp8_megatron.planning.memory import parameters_by_class
+from fp8_megatron.planning.memory import Part, parameters_by_class
 from fp8_megatron.reporting.flops import linear_params_per_layer
 from fp8_megatron.sharding.partition import StorageClass
 from fp8_megatron.sharding.region import Region
@@ -21,6 +21,7 @@ MODEL = replace(DENSE, num_experts=8, moe_ffn_hidden_size=32, moe_router_topk=3)
 MIXED = replace(MODEL, moe_layer_freq="[0,1,1,0]")
 HIDDEN = DENSE.hidden_size
 EXPERT = 3 * 32 * HIDDEN
+PARTS: tuple[Part | None, ...] = (None, "others")
 
 
 def test_the_keys_of_experts_are_megatrons() -> None:
@@ -75,8 +76,8 @@ def test_a_token_is_multiplied_with_its_own_experts(model: ModelConfig, num_expe
 
 def test_all_experts_are_stored_and_expert_parallel_ranks_share_them() -> None:
     config = Config(model=MIXED)
-    linear = {part: parameters_by_class(config, 256, part=part)[StorageClass.LINEAR] for part in ("all", "others")}
-    assert linear["all"] - linear["others"] == 2 * 8 * EXPERT
+    linear = {part: parameters_by_class(config, 256, part=part)[StorageClass.LINEAR] for part in PARTS}
+    assert linear[None] - linear["others"] == 2 * 8 * EXPERT
     sharing = replace(config, parallel=replace(config.parallel, expert_model_parallel_size=4))
     of_rank = parameters_by_class(sharing, 256, stage=0, part="experts")
     assert of_rank == {StorageClass.LINEAR: 2 * 2 * EXPERT, StorageClass.MATRIX: 0, StorageClass.VECTOR: 0}

@@ -133,11 +133,6 @@ def _precision_problems(config: Config) -> Iterator[str]:
             f"num_experts with fp8_recipe({precision.fp8_recipe}): an expert has one scale so far; choose delayed or "
             f"tensorwise"
         )
-    if precision.fp8_weight_grad_scaling == "delayed":
-        yield (
-            "fp8_weight_grad_scaling(delayed): gradients of experts have a scale for each block; drop it, or choose "
-            "block"
-        )
 
 
 def _memory_problems(config: Config) -> Iterator[str]:
