@@ -39,6 +39,7 @@ class Format(ABC):
         takes_row_scales: each row of an output gradient may have a scale beside the format's own, as of an LM head.
         transpose_keeps_scale: the transpose has the same payload elements, so that it can be made from the first
             layout.
+        takes_groups: rows grouped by expert can be gathered and multiplied (`gather`, `multiply_groups`).
         scale_dims: the dimensions of the scales along the rows and along the columns.
     """
 
@@ -52,6 +53,7 @@ class Format(ABC):
     shares_amax: ClassVar[bool] = False
     takes_row_scales: ClassVar[bool] = False
     transpose_keeps_scale: ClassVar[bool] = False
+    takes_groups: ClassVar[bool] = False
     scale_dims: ClassVar[tuple[int, int]] = (0, 1)
     scale_dtype: ClassVar[torch.dtype] = torch.float32
 
@@ -119,6 +121,23 @@ class Format(ABC):
     @abstractmethod
     def rows(self, operand: Quantized, part: slice) -> Quantized:
         """Some rows [m, K] of the row layout, as a matrix of their own."""
+
+    def gather(self, operand: Quantized, groups: ops.Groups, *, rowwise: bool, transposed: bool) -> Quantized:
+        """See `Quantized.gather`."""
+        raise self._no_groups()
+
+    def multiply_groups(self, a: Quantized, weight: Quantized, offsets: Tensor) -> Tensor:
+        """See `Quantized.multiply_groups`; `a` has this format."""
+        raise self._no_groups()
+
+    def write_wgrad_of_groups_(
+        self, out: Tensor, g_t: Quantized, x_t: Quantized, offsets: Tensor, *, scales: Tensor | None, adds: bool
+    ) -> None:
+        """See `Quantized.write_wgrad_of_groups_`; `g_t` has this format."""
+        raise self._no_groups()
+
+    def _no_groups(self) -> ValueError:
+        return ValueError(f"{self} has no products of rows grouped by expert")
 
     def joined(self, parts: Sequence[Quantized], dim: int) -> Quantized:
         """The row layouts of matrices with scales of their own, below each other (`dim` 0) or beside each other (1)."""
@@ -215,6 +234,27 @@ class Quantized:
     def rows(self, part: slice) -> Quantized:
         """Some rows [m, K] of `payload`, as a matrix of their own."""
         return self.format.rows(self, part)
+
+    def gather(self, groups: ops.Groups, *, rowwise: bool = True, transposed: bool = False) -> Quantized:
+        """The rows [R, K] of experts from those of tokens [T, K], in the requested layouts; zeros where there is no
+        token."""
+        return self.format.gather(self, groups, rowwise=rowwise, transposed=transposed)
+
+    def multiply_groups(self, weight: Quantized, offsets: Tensor) -> Tensor:
+        """BF16 [R, N]: each row of this [R, K] times its expert's matrix of `weight` [E, N, K] (`ops.grouped_mm`)."""
+        return self.format.multiply_groups(self, weight, offsets)
+
+    def write_wgrad_of_groups_(
+        self, out: Tensor, x_t: Quantized, offsets: Tensor, *, scales: Tensor | None = None, adds: bool = False
+    ) -> None:
+        """Write experts' weight gradients [E, N, K] from this [N, R], an output gradient's columns, and those of the
+        input [K, R] (`ops.grouped_wgrad_`).
+
+        Args:
+            out: BF16 or FP32, or E4M3 with `scales`, one for each `GRAD_BLOCK` elements.
+            adds: add to `out`, which is not in FP8.
+        """
+        self.format.write_wgrad_of_groups_(out, self, x_t, offsets, scales=scales, adds=adds)
 
     def multiply_into_(
         self,

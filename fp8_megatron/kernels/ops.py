@@ -28,7 +28,7 @@ from .gemm import reference as _gemm
 from .grouped import activation_reference as _expert_activation
 from .grouped import gemm_reference as _grouped_gemm
 from .grouped import rows_reference as _rows
-from .grouped.rows_reference import most_rows
+from .grouped.rows_reference import Groups, most_rows
 from .health import reference as _health
 from .health.reference import LOWEST_EXPONENT, NUM_MAXIMA, NUM_STATISTICS, Statistic, measured_block
 from .norm import reference as _norm

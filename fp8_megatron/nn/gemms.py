@@ -150,7 +150,7 @@ def bias_operand(linear: LinearParams, dtype: torch.dtype) -> Tensor | None:
 
 def start_dgrad(g: OperandRows, linear: LinearParams, dtype: torch.dtype) -> RowSum | PendingSum:
     """Start grad_input: [T, K], or this rank's part [T/tp, K] of the sum over ranks."""
-    return linear.parallelism.start_grad_sum(Product(g, _transposed_weight(linear), dtype))
+    return linear.parallelism.start_grad_sum(Product(g, transposed_weight(linear), dtype))
 
 
 def dgrad_to_fp8(g: Quantized, linear: LinearParams, dtype: torch.dtype, cast: WrittenCast) -> Tensor:
@@ -159,7 +159,7 @@ def dgrad_to_fp8(g: Quantized, linear: LinearParams, dtype: torch.dtype, cast: W
     Args:
         cast: its scale; the amax is written.
     """
-    weight = _transposed_weight(linear)
+    weight = transposed_weight(linear)
     out = g.payload.new_empty((g.payload.shape[0], weight.payload.shape[0]), dtype=dtype)
     ops.scaled_mm_to_fp8_(out, cast.amax, g.payload, weight.payload, g.scale, weight.scale, cast.inverse)
     return out
@@ -214,7 +214,7 @@ def _measure_weight(probe: CastProbe, weight: ScaledTensor, operand: Quantized) 
         probe.measure_weight(weight.dequantize(), operand)
 
 
-def _transposed_weight(linear: LinearParams) -> Quantized:
+def transposed_weight(linear: LinearParams) -> Quantized:
     """The weight [K, N] as dgrad takes it."""
     kept = None if linear.links is None else linear.links.kept_transpose
     if kept is None:

@@ -19,6 +19,8 @@ from . import unfused
 from .sources import (
     ActivationGradSource,
     ActivationSource,
+    ExpertActivationGradSource,
+    ExpertActivationSource,
     GradSource,
     NormSource,
     QKVGradSource,
@@ -60,8 +62,10 @@ class CastProbe:
             self._measure_qkv(source, operand)
             return
         step = row_step(*operand.payload.shape)
-        value = _rows(source, step, fused=operand.format.fuses)
-        self.measure(value, operand.payload[::step], operand.format.row_scales(operand, step))
+        value, payload = _rows(source, step, fused=operand.format.fuses), operand.payload[::step]
+        if isinstance(source, ExpertActivationSource | ExpertActivationGradSource):
+            value, payload = _without_unwritten(value, payload, step, source.offsets)
+        self.measure(value, payload, operand.format.row_scales(operand, step))
 
     @torch.no_grad()
     def measure_weight(self, weight: Tensor, operand: Quantized) -> None:
@@ -109,6 +113,13 @@ class CastProbe:
         self.measure(value, payload.view(operand.payload.dtype), scales)
 
 
+def _without_unwritten(value: Tensor, payload: Tensor, step: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeros in every `step`-th row behind the last expert's, where nobody has written."""
+    is_written = (torch.arange(0, len(value) * step, step, device=value.device) < offsets[-1])[:, None]
+    codes = torch.where(is_written, payload.view(torch.uint8), 0)
+    return torch.where(is_written, value, 0.0), codes.view(payload.dtype)
+
+
 def row_step(rows: int, columns: int) -> int:
     """The distance between the rows that are measured."""
     return min(max(1, rows * columns // SAMPLED_ELEMENTS), rows)
@@ -132,5 +143,10 @@ def _rows(source: Source[Any], step: int, *, fused: bool) -> Tensor:
         return unfused.norm(rows(source.x), source.weight, source.bias, eps=source.eps, rms=source.rms)[0]
     if isinstance(source, ActivationSource):
         return unfused.activation(rows(source.z), source.kind)
+    if isinstance(source, ExpertActivationSource):
+        return source.probs[::step, None] * unfused.activation(rows(source.z), source.kind)
+    if isinstance(source, ExpertActivationGradSource):
+        z, probs, kind = source.forward.z, source.forward.probs, source.forward.kind
+        return unfused.activation_backward(rows(source.grad) * probs[::step, None], rows(z), kind)
     assert isinstance(source, ActivationGradSource), source
     return unfused.activation_backward(rows(source.grad), rows(source.z), source.kind)

@@ -175,6 +175,14 @@ class Recipe:
             self._probe(),
         )
 
+    def expert_quantizers(self) -> LinearQuantizers:
+        """Quantisers of a linear layer of experts, which share the scales of input and output gradient. Their weight
+        gradients have scales of their own blocks, and no cast of weights is measured."""
+        roles = self.roles
+        return LinearQuantizers(
+            self.quantizer(roles.input), roles.weight, self.quantizer(roles.grad_output, Role.GRAD_OUTPUT)
+        )
+
     def head_quantizers(self) -> HeadQuantizers:
         """Quantisers of an LM head. They use one scale per tensor under every recipe, because the kernel that casts the
         logits' gradient writes one. Under delayed scaling they take one slot of the history."""

@@ -259,3 +259,86 @@ class ActivationGradSource:
             Quantized(None, activation_t, self.activation_scale, self.activation_format),
             sums if self.column_sums else None,
         )
+
+
+class CastExpertGrad(NamedTuple):
+    """As `CastActivationGrad`, of experts' rows: the gradient of z [R, Z] in both layouts, the weighted activation's
+    transpose [F, R], and the gradient of the rows' probabilities FP32 [R]."""
+
+    operand: Quantized
+    activation: Quantized
+    grad_probs: Tensor
+
+
+@dataclass(frozen=True)
+class ExpertActivationSource:
+    """The activation of experts' rows `z` [R, F], or [R, 2F] if it is gated, times each row's probability.
+
+    Attributes:
+        probs: FP32 [R].
+        offsets: int32 [E + 1] of the groups. Rows behind the last group are left out.
+    """
+
+    z: Tensor
+    probs: Tensor
+    offsets: Tensor
+    kind: str
+
+    def amax(self) -> Tensor:
+        return ops.expert_activation_amax(self.z, self.probs, self.offsets, self.kind)
+
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
+        payload, taken = ops.expert_activation_quantize(
+            self.z,
+            self.probs,
+            self.offsets,
+            self.kind,
+            format.dtype,
+            scale=scale,
+            power_of_two=format.power_of_two,
+            amax_out=amax_out,
+        )
+        return Quantized(payload, None, taken if scale is None else scale, format)
+
+
+@dataclass(frozen=True)
+class ExpertActivationGradSource:
+    """The gradient of `ExpertActivationSource`'s z, from the gradient [R, F] of its weighted activation.
+
+    The weighted activation is cast again for the weight gradient, with the scale of the first cast, FP32 [1].
+    """
+
+    grad: Tensor
+    forward: ExpertActivationSource
+    activation_format: Format
+    activation_scale: Tensor
+
+    @property
+    def offsets(self) -> Tensor:
+        """int32 [E + 1] of the groups."""
+        return self.forward.offsets
+
+    def amax(self) -> Tensor:
+        z, probs, offsets, kind = self._operands()
+        return ops.expert_activation_backward_amax(self.grad, z, probs, offsets, kind)
+
+    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastExpertGrad:
+        payload, payload_t, activation_t, grad_probs, taken = ops.expert_activation_backward_quantize(
+            self.grad,
+            *self._operands(),
+            format.dtype,
+            scale=scale,
+            power_of_two=format.power_of_two,
+            amax_out=amax_out,
+            activation_dtype=self.activation_format.dtype,
+            activation_scale=self.activation_scale,
+        )
+        return CastExpertGrad(
+            Quantized(payload, payload_t, taken if scale is None else scale, format),
+            Quantized(None, activation_t, self.activation_scale, self.activation_format),
+            grad_probs,
+        )
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor, str]:
+        forward = self.forward
+        return forward.z, forward.probs, forward.offsets, forward.kind

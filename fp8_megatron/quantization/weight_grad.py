@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dtypes import CLAMPED_ABOVE, E4M3, FP8_GEMM_MULTIPLE
+from ..dtypes import CLAMPED_ABOVE, E4M3, FP8_GEMM_MULTIPLE, GRAD_BLOCK
 from ..formats.format import Quantized
 from ..kernels import ops
 from .amax_history import AmaxHistory
@@ -41,7 +41,7 @@ class GradPlace(NamedTuple):
 
 
 class WeightGrad(NamedTuple):
-    """grad_weight [N, K] = gᵀ·x of one micro-batch, computed on demand. Compute it only once.
+    """grad_weight [N, K] = gᵀ·x of one micro-batch, or [E, N, K] of experts, computed on demand. Compute it only once.
 
     Attributes:
         g_t: the output gradient's transpose [N, T]. x_t: the input's [K, T].
@@ -49,6 +49,7 @@ class WeightGrad(NamedTuple):
         scale: the delayed scale. If it is None, an FP8 gradient is cast from `wide`, with a scale for each block.
         total: FP32 [N, K], the gradient itself if it was added up over chunks of tokens (`WeightGradSum`). There are no
             operands then.
+        offsets: int32 [E + 1] of experts' groups of tokens (`ops.routed_rows`). None: the weight is one matrix.
     """
 
     g_t: Quantized
@@ -56,16 +57,22 @@ class WeightGrad(NamedTuple):
     dtype: torch.dtype
     scale: DelayedGradScale | None = None
     total: Tensor | None = None
+    offsets: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        """[N, K]."""
+        """[N, K] or [E, N, K]."""
         if self.total is not None:
             return self.total.shape
-        return torch.Size((self.g_t.payload.shape[0], self.x_t.payload.shape[0]))
+        matrix = (self.g_t.payload.shape[0], self.x_t.payload.shape[0])
+        return torch.Size(matrix if self.offsets is None else (len(self.offsets) - 1, *matrix))
 
     def wide(self) -> Tensor:
-        """The gradient in `dtype`, [N, K]; in FP32 if it was added up."""
+        """The gradient in `dtype`; in FP32 if it was added up."""
+        if self.offsets is not None:
+            grad = torch.empty(self.shape, dtype=self.dtype, device=self.g_t.payload.device)
+            self.g_t.write_wgrad_of_groups_(grad, self.x_t, self.offsets)
+            return grad
         grad = self.g_t.multiply(self.x_t, self.dtype) if self.total is None else self.total
         if self.scale is not None and not self.writes_fp8:  # the scale waits for its first amax
             self.scale.history.raise_amax(self.scale.slot, ops.amax(grad))
@@ -76,6 +83,8 @@ class WeightGrad(NamedTuple):
         out = place.payload
         if place.scales is not None:
             self.write_fp8_(out, place.scales)
+        elif self.offsets is not None:
+            self.g_t.write_wgrad_of_groups_(out, self.x_t, self.offsets, adds=place.adds)
         elif self.total is None and (self.scale is None or self.writes_fp8):
             self.g_t.multiply_into_(out, self.x_t, addend=out if place.adds else None)
         elif place.adds:
@@ -86,48 +95,60 @@ class WeightGrad(NamedTuple):
     @property
     def writes_fp8(self) -> bool:
         """Whether it can be written in FP8."""
+        if self.offsets is not None:
+            return self.shape[-1] % GRAD_BLOCK == 0
         return self.scale is not None and self.scale.history.knows(self.scale.slot)
 
     def sample(self, payload: Tensor, wide: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """An even sample of rows, and what was written of them to FP8 `payload`; both [n, K].
 
-        It has every 16th row, or at least 16 rows; all rows below 2²⁰ elements. It takes a second GEMM, of these rows.
+        It has every 16th row, or at least 16 rows; all rows below 2²⁰ elements. It takes a second GEMM, of these rows,
+        or of all experts' rows.
 
         Args:
             wide: the gradient, if it is known: then there is no GEMM.
         """
-        numel, count = self.shape.numel(), self.shape[0]
+        numel = self.shape.numel()
+        count = numel // self.shape[-1]
+        if wide is None and self.offsets is not None:
+            wide = self.wide()
         step = 1 if numel < ops.SAMPLED_FROM else max(1, min(ops.SAMPLE_EVERY, count // FP8_GEMM_MULTIPLE))
         # The rows of some GEMMs are multiples of that.
         whole = count if step == 1 else count // (step * FP8_GEMM_MULTIPLE) * (step * FP8_GEMM_MULTIPLE)
         rows = slice(0, whole, step)
-        wide = self.total if wide is None else wide.view(self.shape)
+        wide = self.total if wide is None else wide.view(count, -1)
         if wide is None:
             g_t = self.g_t.rows(rows)
             g_t.payload = g_t.payload.contiguous()
             chosen = g_t.multiply(self.x_t, self.dtype)
         else:
             chosen = wide[rows].contiguous()
-        return chosen, payload[:numel].view(self.shape)[rows].contiguous()
+        return chosen, payload[:numel].view(count, -1)[rows].contiguous()
 
     def count_clamped(self, wide: Tensor) -> Tensor:
         """How many of some elements the delayed scale clamps: int64 [2], their number and that of the clamped ones. No
-        host sync.
+        host sync. Experts' gradients have scales of their own values, which clamp none.
 
         Args:
             wide: elements of this gradient in 16 or 32 bits, any shape.
         """
+        if self.offsets is not None:
+            return torch.tensor([wide.numel(), 0], device=wide.device)
         assert self.scale is not None
         limit = self.scale.history.scale_of(self.scale.slot) * CLAMPED_ABOVE[E4M3]
         clamped = (wide.abs() > limit).sum()
         return torch.stack([torch.full_like(clamped, wide.numel()), clamped])
 
     def write_fp8_(self, payload: Tensor, scales: Tensor) -> None:
-        """Write the gradient to flat E4M3 `payload` [≥ N·K], zeros behind it, and its scale to all of `scales`."""
-        assert self.scale is not None
-        history, slot = self.scale
+        """Write the gradient to flat E4M3 `payload` [≥ N·K], zeros behind it, and its scale to all of `scales`; of
+        experts the scale of each block."""
         numel = self.shape.numel()
         out = payload[:numel].view(self.shape)
+        if self.offsets is not None:
+            self.g_t.write_wgrad_of_groups_(out, self.x_t, self.offsets, scales=scales)
+            return
+        assert self.scale is not None
+        history, slot = self.scale
         if self.total is None:
             assert self.g_t.format.fuses, self.g_t.format
             ops.scaled_mm_to_fp8_(

@@ -8,12 +8,31 @@ leave them unwritten.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ...dtypes import FP8_DTYPES, GROUP_ROWS
 from ..registration import operator
 from ..shapes import layouts
+
+
+class Groups(NamedTuple):
+    """Where the rows of experts lie: what `routed_rows` returns.
+
+    Attributes:
+        offsets: int32 [E + 1]. source: int32 [R]. rows: int32 [T, k].
+    """
+
+    offsets: Tensor
+    source: Tensor
+    rows: Tensor
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.offsets) - 1
 
 
 def most_rows(num_tokens: int, top_k: int, num_experts: int) -> int:

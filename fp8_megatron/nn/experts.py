@@ -1,0 +1,162 @@
+"""The experts of a mixture-of-experts layer: each token goes through the MLPs of its experts.
+
+In FP8 they are one autograd function with two casts forward and two backward. Tokens are cast once, in their own order,
+and the FP8 rows are copied to their experts: one byte an element. A row's probability multiplies its activation where
+that is made, before its cast. So an expert's output is summed as it is, and the gradient of each of a token's rows is
+the gradient of the token, cast once. Each GEMM is one launch for all experts, and no host waits for the counts of
+tokens (`kernels.grouped`).
+
+Forward keeps the tokens in FP8, fc1's output z in 16 bits, and where rows lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from ..formats.format import Quantized
+from ..kernels import ops
+from ..kernels.ops import Groups
+from ..quantization import unfused
+from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.sources import ExpertActivationGradSource, ExpertActivationSource, GradSource, TensorSource
+from ..quantization.weight_grad import WeightGrad
+from .first_order import once_differentiable
+from .gemms import LinearParams, delivered_wgrad, transposed_weight, weight_operand
+
+
+def grouped_by_expert(routing_map: Tensor, top_k: int) -> Groups:
+    """Where the rows of experts lie.
+
+    Args:
+        routing_map: bool [T, E], which experts a token goes to; at most `top_k`.
+    """
+    num_tokens, num_experts = routing_map.shape
+    return Groups(*ops.routed_rows(routing_map, ops.most_rows(num_tokens, top_k, num_experts), top_k))
+
+
+def fp8_experts(
+    x: Tensor, probs: Tensor, groups: Groups, fc1: LinearParams, fc2: LinearParams, activation: str
+) -> Tensor:
+    """Σ_e p_e · fc2_e(activation(fc1_e(x))) over each token's experts, in FP8; the weight gradients go to their
+    ``main_grad``.
+
+    Args:
+        x: BF16 [T, H].
+        probs: FP32 [T, E], read where `groups` has a row.
+        fc1, fc2: weights [E, Z, H] and [E, H, F], without biases.
+        activation: its name in `kernels.activation`.
+
+    Returns:
+        BF16 [T, H].
+    """
+    output: Tensor = _FP8Experts.apply(
+        x, probs, fc1.weight, fc2.weight, groups, fc1, fc2, activation, torch.is_grad_enabled()
+    )
+    return output
+
+
+class _FP8Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor,
+        weight1: ScaledTensor,
+        weight2: ScaledTensor,
+        groups: Groups,
+        fc1: LinearParams,
+        fc2: LinearParams,
+        activation: str,
+        needs_backward: bool,
+    ) -> Tensor:
+        tokens = fc1.quantizers.input.quantize(TensorSource(x))
+        z = tokens.gather(groups).multiply_groups(weight_operand(fc1), groups.offsets)
+        row_probs = probs_of_rows(probs, groups)
+        hidden = fc2.quantizers.input.quantize(ExpertActivationSource(z, row_probs, groups.offsets, activation))
+        y = hidden.multiply_groups(weight_operand(fc2), groups.offsets)
+        if needs_backward:
+            ctx.save_for_backward(tokens.payload, tokens.scale, z, row_probs, hidden.scale, *groups)
+            ctx.fc1, ctx.fc2, ctx.activation, ctx.probs_shape = fc1, fc2, activation, probs.shape
+        return ops.sum_rows(y, groups.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        payload, scale, z, row_probs, hidden_scale, *routed = ctx.saved_tensors
+        fc1, fc2, groups = ctx.fc1, ctx.fc2, Groups(*routed)
+        dtype, offsets = grad_output.dtype, groups.offsets
+        grad = fc2.quantizers.grad_output.quantize(GradSource(grad_output.contiguous(), transposed=False)).operand
+        rows = grad.gather(groups, transposed=True)
+        source = ExpertActivationGradSource(
+            rows.multiply_groups(transposed_weight(fc2), offsets),
+            ExpertActivationSource(z, row_probs, offsets, ctx.activation),
+            fc2.quantizers.input.format,
+            hidden_scale,
+        )
+        cast = fc1.quantizers.grad_output.quantize(source)
+        del source
+        grad_weight2 = _deliver(rows.t, cast.activation.t, fc2, dtype, offsets)
+        del rows
+        grad_x = ops.sum_rows(cast.operand.multiply_groups(transposed_weight(fc1), offsets), groups.rows)
+        tokens = Quantized(payload, None, scale, fc1.quantizers.input.format)
+        columns = tokens.gather(groups, rowwise=False, transposed=True).t
+        grad_weight1 = _deliver(cast.operand.t, columns, fc1, dtype, offsets)
+        grad_probs = _probs_of_tokens(cast.grad_probs, groups, ctx.probs_shape)
+        return grad_x, grad_probs, grad_weight1, grad_weight2, *[None] * 5
+
+
+def _deliver(
+    g_t: Quantized, x_t: Quantized, linear: LinearParams, dtype: torch.dtype, offsets: Tensor
+) -> Tensor | None:
+    return delivered_wgrad(WeightGrad(g_t, x_t, dtype, offsets=offsets), linear)
+
+
+def experts(x: Tensor, probs: Tensor, groups: Groups, weight1: Tensor, weight2: Tensor, activation: str) -> Tensor:
+    """`fp8_experts` in x's dtype, 16 bits, with plain weights [E, Z, H] and [E, H, F]; autograd gives all gradients."""
+    ends = groups.offsets[1:]
+    z = grouped_mm(_GatherRows.apply(x, groups), weight1.mT, offs=ends)
+    hidden = probs_of_rows(probs, groups)[:, None] * unfused.activation(z.float(), activation)
+    output: Tensor = _SumRows.apply(grouped_mm(hidden.to(x.dtype), weight2.mT, offs=ends), groups)
+    return output
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(groups.rows)
+        return ops.gather_rows(x, groups.source, groups.num_experts, groups.offsets)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ops.sum_rows(grad, *ctx.saved_tensors), None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(*groups)
+        return ops.sum_rows(y, groups.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        groups = Groups(*ctx.saved_tensors)
+        return ops.gather_rows(grad.contiguous(), groups.source, groups.num_experts, groups.offsets)[0], None
+
+
+def probs_of_rows(probs: Tensor, groups: Groups) -> Tensor:
+    """FP32 [R] of `probs` [T, E]; 0 for a row without a token."""
+    source = groups.source
+    return torch.where(source < 0, 0.0, probs.reshape(-1)[source.clamp(min=0)])
+
+
+def _probs_of_tokens(grad: Tensor, groups: Groups, shape: torch.Size) -> Tensor:
+    """The gradient [T, E] of probabilities from that of rows [R]."""
+    source, count = groups.source, shape.numel()
+    place = torch.where(source < 0, count, source).long()  # rows without a token share one place behind the others
+    return grad.new_zeros(count + 1).scatter_(0, place, grad)[:count].view(shape)

@@ -1,0 +1,106 @@
+"""Experts in FP8 and in 16 bits against float64: values and every gradient.
+
+Noise adds up along the path as in `test_fused`: fprop has two E4M3 operands a GEMM (28.5 dB each), dgrad and wgrad an
+E5M2 and an E4M3 one (24.5 dB).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8_megatron.dtypes import E4M3
+from fp8_megatron.nn.experts import experts, fp8_experts, grouped_by_expert
+from fp8_megatron.nn.gemms import LinearParams
+from fp8_megatron.quantization.recipe import Recipe
+from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from fp8_megatron.quantization.stats import snr_db
+from tests.harness.main_grad import KeptGrads
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 96, 128, 64, 6, 2
+GATED = {"swiglu": 2, "gelu": 1}
+_ACTIVATIONS = {
+    "swiglu": lambda z: torch.nn.functional.silu(z.chunk(2, dim=-1)[0]) * z.chunk(2, dim=-1)[1],
+    "gelu": lambda z: torch.nn.functional.gelu(z, approximate="tanh"),
+}
+
+
+def routing(*, crowded: bool) -> tuple[Tensor, Tensor]:
+    """Probabilities FP32 [T, E] and the routing map. `crowded`: one expert has all tokens, three have none."""
+    torch.manual_seed(1)
+    scores = torch.randn(TOKENS, EXPERTS)
+    if crowded:
+        scores[:, 0] += 50.0
+        scores[:, 3:] -= 50.0
+    chosen = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, scores.topk(TOP_K).indices, True)
+    chosen[5] = False  # a dropped token
+    return torch.where(chosen, torch.rand(TOKENS, EXPERTS) + 0.1, 0.0), chosen
+
+
+def exact(x: Tensor, probs: Tensor, weight1: Tensor, weight2: Tensor, activation: str) -> Tensor:
+    """Each expert over all tokens."""
+    of_experts = _ACTIVATIONS[activation](torch.einsum("th,ezh->tez", x, weight1))
+    return torch.einsum("tef,ehf,te->th", of_experts, weight2, probs)
+
+
+def weights(activation: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(EXPERTS, GATED[activation] * FFN, HIDDEN) * 0.1, torch.randn(EXPERTS, HIDDEN, FFN) * 0.1
+
+
+def fp8_layer(value: Tensor, device: str) -> tuple[LinearParams, Tensor]:
+    """A layer with FP8 weights, and their values."""
+    scale = value.abs().amax(dim=(1, 2)) / 448.0
+    payload = (value / scale[:, None, None]).to(E4M3)
+    weight = ScaledTensor(payload.to(device), scale.to(device)).requires_grad_()
+    weight.main_grad = KeptGrads()  # type: ignore[attr-defined]
+    quantizers = Recipe("tensorwise", power_of_two=False).expert_quantizers()
+    return LinearParams(weight, None, quantizers), payload.double() * scale.double()[:, None, None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("activation", list(GATED))
+def test_fp8_experts(device: str, activation: str, crowded: bool) -> None:
+    probs, chosen = routing(crowded=crowded)
+    (fc1, value1), (fc2, value2) = (fp8_layer(value, device) for value in weights(activation))
+    torch.manual_seed(3)
+    x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
+    wanted = [each.double().requires_grad_() for each in (x, probs, value1, value2)]
+    expected = exact(*wanted, activation)
+    expected.backward(grad.double())
+
+    own_x, own_probs = (each.to(device).requires_grad_() for each in (x, probs))
+    output = fp8_experts(own_x, own_probs, grouped_by_expert(chosen.to(device), TOP_K), fc1, fc2, activation)
+    output.backward(grad.to(device))
+    assert snr_db(output.cpu(), expected) > 23.5
+    assert (output[5] == 0).all() and own_x.grad is not None and (own_x.grad[5] == 0).all()
+    assert snr_db(own_x.grad.cpu(), wanted[0].grad) > 19.0
+    assert own_probs.grad is not None
+    assert snr_db(own_probs.grad.cpu()[chosen], wanted[1].grad[chosen]) > 19.0
+    assert (own_probs.grad.cpu()[~chosen] == 0).all()
+    for layer, gradient, bound in ((fc1, wanted[2].grad, 18.0), (fc2, wanted[3].grad, 20.0)):
+        (found,) = layer.weight.main_grad.grads  # type: ignore[attr-defined]
+        assert snr_db(found.cpu(), gradient) > bound
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", list(GATED))
+def test_experts_in_16_bits(device: str, activation: str) -> None:
+    probs, chosen = routing(crowded=False)
+    torch.manual_seed(3)
+    x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
+    leaves = [x, probs, *(value.bfloat16() for value in weights(activation))]
+    wanted = [each.double().requires_grad_() for each in leaves]
+    expected = exact(*wanted, activation)
+    expected.backward(grad.double())
+    own_x, own_probs, *own = [each.to(device).requires_grad_() for each in leaves]
+    output = experts(own_x, own_probs, grouped_by_expert(chosen.to(device), TOP_K), *own, activation)
+    output.backward(grad.to(device))
+    assert snr_db(output.cpu(), expected) > 45.0
+    for found, reference in zip((own_x, own_probs, *own), wanted, strict=True):
+        assert found.grad is not None and reference.grad is not None
+        kept = chosen if found is own_probs else slice(None)
+        assert snr_db(found.grad.cpu()[kept], reference.grad[kept]) > 43.0
