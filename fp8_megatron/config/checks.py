@@ -112,6 +112,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"{parallel.ranks_per_sample} does not divide WORLD_SIZE({world_size}); choose sizes whose product does"
         )
         return
+    yield from _check_expert_ranks(config, world_size)
     num_replicas = config.num_replicas(world_size)
     interval = training.check_weight_hash_across_dp_replicas_interval
     if interval is not None and num_replicas * tp == 1:
@@ -138,6 +139,17 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_weight_grad_scaling(config)
     yield from _check_transpose_cache(config, num_micro_batches)
     yield from _check_release(config, num_replicas, num_micro_batches)
+
+
+def _check_expert_ranks(config: Config, world_size: int) -> Iterator[str]:
+    """Check that the ranks of each stage hold whole copies of its experts."""
+    parallel = config.parallel
+    ep, tp, pp = parallel.expert_model_parallel_size, parallel.expert_tensor_size, parallel.pipeline_model_parallel_size
+    if config.model.num_experts is not None and world_size % (tp * ep * pp):
+        yield (
+            f"expert_tensor_parallel_size({tp}) × expert_model_parallel_size({ep}) × pipeline_model_parallel_size({pp})"
+            f" = {tp * ep * pp} does not divide WORLD_SIZE({world_size}); choose sizes whose product does"
+        )
 
 
 def _check_length(config: Config, world_size: int) -> Iterator[str]:

@@ -90,6 +90,12 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert, with the default filled in."""
+        size = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if size is None else size
+
+    @property
     def exchanges_heads(self) -> bool:
         """Whether context-parallel ranks exchange their parts of a sequence for heads."""
         return self.context_parallel_size > 1 and self.cp_comm_type == "a2a"

@@ -46,11 +46,14 @@ def longest_sequences(config: Config, cluster: Cluster) -> Iterator[Longest]:
     Micro-batches have one sequence. The layout and the global batch are the configuration's, and peaks fill `ROOM` of a
     GPU's memory.
     """
+    has_experts = config.model.num_experts is not None
     for recomputation in RECOMPUTATIONS:
         granularity = recomputation["recompute_granularity"]
         name = {None: "nothing", "selective": "mlp"}.get(granularity, "full")
+        if name == "mlp" and len(config.model.expert_layers) == config.model.num_layers:
+            continue  # experts are not computed again alone
         forms = [(False, False, False), (True, False, False), (True, False, True)]
-        if granularity is not None:  # MLPs in chunks are computed again
+        if granularity is not None and not has_experts:  # MLPs in chunks are computed again
             forms += [(True, True, False), (True, True, True)]
         for cuts_loss, cuts_mlps, offloads in forms:
             count = _offloaded_layers(config) if offloads else 0

@@ -79,7 +79,6 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
         ("--moe-layer-freq [0]*4", "moe_layer_freq([0]*4) leaves no layer with experts"),
         ("--no-disable-bias-linear", "experts have no biases; give --disable-bias-linear"),
         ("--moe-shared-expert-gate", "moe_shared_expert_gate has no effect alone"),
-        ("--expert-tensor-parallel-size 2", "expert_tensor_parallel_size(2): an expert is on one rank"),
         ("--moe-router-topk 9", "moe_router_topk(9) > num_experts(8)"),
         ("--moe-router-topk 1", "moe_router_topk(1): the softmax of one score is 1"),
         ("--moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),
@@ -116,6 +115,15 @@ def test_what_cannot_work_is_one_line_with_its_values(flags: str, said: str) -> 
     with pytest.raises(ConfigError) as error:
         check_config(config_of(flags), 1, on_this_machine=False)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_ranks_that_hold_no_whole_copy_of_the_experts() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(config_of("--expert-model-parallel-size 4 --global-batch-size 4"), 2)
+    assert "expert_tensor_parallel_size(1) × " in str(error.value)
+    assert "expert_model_parallel_size(4) × pipeline_model_parallel_size(1) = 4 does not divide WORLD_SIZE(2)" in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,14 @@ def test_it_fits_and_the_next_length_does_not(flags: str, gpus: int) -> None:
     assert firsts == sorted(firsts) and firsts[0] < firsts[2]
 
 
+def test_experts_take_all_tokens_at_once_and_are_not_computed_again_alone() -> None:
+    forms, _ = found("--num-experts 8 --moe-ffn-hidden-size 1024", 8, 141)
+    assert {(one.recomputed, one.cuts_mlps) for one in forms} == {("nothing", False), ("full", False)}
+    for one in forms:
+        assert one.config is not None
+        check_config(one.config, 8, on_this_machine=False)
+
+
 def test_a_model_that_does_not_fit_has_none() -> None:
     forms, _ = found("--global-batch-size 1", 1, 40)
     assert all(one.config is None for one in forms)
