@@ -12,9 +12,9 @@ import torch
 from kernel_timing import Case, Rotating
 from torch import Tensor
 
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops
-from fp8_megatron.kernels.activation import reference as activation
 
 
 class _Scaling:
@@ -220,42 +220,41 @@ def _rotated_qkv(
 
 def activations(device: torch.device, tokens: int, width: int, kind: str) -> Iterator[Case]:
     """An activation with an output of [tokens, width]: to FP8; backward in both layouts, the activation again."""
-    columns, at = activation.INPUTS[kind], f"{tokens}×{width}"
+    function = Activation(kind)
+    columns, title, at = function.row.num_inputs, function.row.title, f"{tokens}×{width}"
     n = tokens * width
     z = _rotating(device, tokens, columns * width)
     grad = _rotating(device, tokens, width)
-    titles = {"gelu": "GELU", "gelu_erf": "GELU (erf)", "squared_relu": "squared ReLU", "swiglu": "SwiGLU"}
-    title = {**titles, "quick_geglu": "quick GEGLU"}[kind]
     scaling = _Scaling(device)
     for name, passes, scale in scaling:
-        yield _activation(f"{title} → E4M3, {name} {at}", z, kind, scale, (2 * columns * passes + 1) * n)
+        yield _activation(f"{title} → E4M3, {name} {at}", z, function, scale, (2 * columns * passes + 1) * n)
     for sums in (True, False):
         for name, passes, scale in scaling:
             yield _activation_backward(
                 f"{title} backward → E5M2{', bias sums' if sums else ''}, {name} {at}",
-                (grad, z, kind, scaling.scale),
+                (grad, z, function, scaling.scale),
                 scale,
                 ((2 + 2 * columns) * passes + 2 * columns + 1) * n,
                 column_sums=sums,
             )
 
 
-def _activation(name: str, z: Rotating, kind: str, scale: dict[str, Any], num_bytes: float) -> Case:
-    return Case(name, lambda i: ops.activation_quantize(z(i), kind, E4M3, **scale), num_bytes)
+def _activation(name: str, z: Rotating, function: Activation, scale: dict[str, Any], num_bytes: float) -> Case:
+    return Case(name, lambda i: ops.activation_quantize(z(i), function, E4M3, **scale), num_bytes)
 
 
 def _activation_backward(
     name: str,
-    operands: tuple[Rotating, Rotating, str, Tensor],
+    operands: tuple[Rotating, Rotating, Activation, Tensor],
     scale: dict[str, Any],
     num_bytes: float,
     *,
     column_sums: bool,
 ) -> Case:
-    grad, z, kind, activation_scale = operands
+    grad, z, function, activation_scale = operands
     again = dict(activation_dtype=E4M3, activation_scale=activation_scale, column_sums=column_sums)
     return Case(
-        name, lambda i: ops.activation_backward_quantize(grad(i), z(i), kind, E5M2, **again, **scale), num_bytes
+        name, lambda i: ops.activation_backward_quantize(grad(i), z(i), function, E5M2, **again, **scale), num_bytes
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.provenance import device_name, write_rows
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.commands.arguments import Parser, output_file
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK, STATE_BLOCK
@@ -93,7 +94,7 @@ def calls(make: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], Any]]:
             *(grads, x, x, weight, vector, vector, E5M2),
             **dict(has_bias=True, scale=scale, amax_out=amax, transposed=True),
         ),
-        "activation_quantize": lambda: ops.activation_quantize(x, "gelu", E4M3, scale=scale, amax_out=amax),
+        "activation_quantize": lambda: ops.activation_quantize(x, Activation("gelu"), E4M3, scale=scale, amax_out=amax),
         "scaled_mm_into_": lambda: ops.scaled_mm_into_(out, a, a, *scales),
         "quantize_blockwise_": lambda: ops.quantize_blockwise_(vector, grad.payload, grad.scales),
         "accumulate_rows_": lambda: ops.accumulate_rows_(*grad, shard, factor=0.5, add=True),

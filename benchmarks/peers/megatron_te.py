@@ -157,10 +157,10 @@ def _transformer_config(work: Work) -> Any:
 
     model, parallel, training = work.config.model, work.config.parallel, work.config.training
     on_gpu = work.device.type == "cuda"
-    fuses_activation = on_gpu and (model.swiglu or model.activation == "gelu")
+    fuses_activation = on_gpu and (model.swiglu or model.activation.kind == "gelu")
     activation = torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
     if (
-        model.activation == "gelu" and not fuses_activation
+        model.activation.kind == "gelu" and not fuses_activation
     ):  # the fused kernel computes this approximation under GELU's name
         activation = partial(torch.nn.functional.gelu, approximate="tanh")
     settings = TransformerConfig(

@@ -74,7 +74,7 @@ class MLP(nn.Module):
         super().__init__()
         width, has_bias = model.padded_ffn_hidden_size, not model.disable_bias_linear
         self.is_gated = model.swiglu
-        self.gelu = "tanh" if model.activation == "gelu" else "none"
+        self.gelu = "tanh" if model.activation.kind == "gelu" else "none"
         self.linear_fc1 = nn.Linear(model.hidden_size, width * (2 if model.swiglu else 1), bias=has_bias)
         self.linear_fc2 = nn.Linear(width, model.hidden_size, bias=has_bias)
 

@@ -17,29 +17,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..activation_functions import KINDS, Activation
 from ..nn.gemms import LinearParams
 from ..nn.mlp import fp8_norm_mlp
 from ..nn.module import FP8Linear, compute_dtype
 from ..nn.normed import NormParams
 from ..nn.normed_linear import fp8_norm_linear
 from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.unfused import function_of
 from .module_swap import ChildNames
 
 _EXTRA_STATE = "_extra_state"
-#: The slope of the sigmoid form of GELU (arXiv 1606.08415).
-_QUICK = 1.702
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(_QUICK * x)
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
 
 
 def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -50,31 +38,32 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     return gated
 
 
-def _clamped_swiglu(x: Tensor, limit: float = 7.0, alpha: float = _QUICK) -> Tensor:
+def _clamped_swiglu(x: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
     """gate · σ(alpha · gate) · (up + 1), with the gate at most `limit` and up within ± `limit`."""
     gate, up = x.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1.0)
 
 
+_GELU, _QUICK_GELU = function_of(Activation("gelu")), function_of(Activation("quick_geglu"))
+_SQUARED_RELU = function_of(Activation("squared_relu"))
 #: The activations of ``te.LayerNormMLP`` by Transformer Engine's names, in torch: [..., F], or [..., 2F] of a gated one
 #: (the activation of the first half multiplies the second), → [..., F].
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "gelu": _gelu,
-    "qgelu": _quick_gelu,
+    "gelu": _GELU,
+    "qgelu": _QUICK_GELU,
     "relu": F.relu,
-    "srelu": _squared_relu,
+    "srelu": _SQUARED_RELU,
     "silu": F.silu,
-    "geglu": _gated(_gelu),
-    "qgeglu": _gated(_quick_gelu),
+    "geglu": _gated(_GELU),
+    "qgeglu": _gated(_QUICK_GELU),
     "reglu": _gated(F.relu),
-    "sreglu": _gated(_squared_relu),
+    "sreglu": _gated(_SQUARED_RELU),
     "swiglu": _gated(F.silu),
     "clamped_swiglu": _clamped_swiglu,
 }
-
-#: Transformer Engine's name → the name in `kernels.activation`, of those that run inside FP8 kernels.
-FUSED = {"gelu": "gelu", "srelu": "squared_relu", "swiglu": "swiglu", "qgeglu": "quick_geglu"}
+#: By Transformer Engine's name: those that run inside FP8 kernels.
+FUSED = {row.te_name: Activation(kind) for kind, row in KINDS.items() if row.te_name is not None}
 
 
 class NormSettings(NamedTuple):

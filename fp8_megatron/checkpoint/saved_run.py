@@ -65,7 +65,7 @@ def saved_config(folder: Path) -> Config:
         ConfigError: ``config.yaml`` cannot be read.
     """
     config = load_config(folder / CONFIG)
-    if config.model.activation != "gelu_erf" or not _has_one_gelu(stated_settings(folder / CONFIG)):
+    if config.model.activation.kind != "gelu_erf" or not _has_one_gelu(stated_settings(folder / CONFIG)):
         return config
     return replace(config, model=replace(config.model, use_te_activation_func=True))
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ast
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from ..activation_functions import GELUS, KINDS, Activation
 from .fields import AtLeastOne, BelowOne, Count, Layers, NotNegative, Positive, Size, UpToOne
 from .moe import MoeConfig
 from .words import number, whole_number
 
 #: Layers that a pattern may describe: `fields.Layers`' limit.
 _MOST_LAYERS = 100_000
-#: Switches that choose the MLP's activation. Without one it is GELU.
-ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 #: Kinds of position embedding that rotate query and key.
 ROTARY_KINDS = ("rope", "yarn")
 #: What RoPE reads unless it is scaled by YaRN.
@@ -216,18 +215,18 @@ class DecoderConfig:
         return [name for name in ACTIVATIONS if getattr(self, name)]
 
     @property
-    def activation(self) -> str:
-        """The MLP's activation, as `kernels.activation` names it."""
+    def activation(self) -> Activation:
+        """The MLP's activation."""
         given = self.given_activations
         if given:
-            return given[0]
+            return Activation(given[0])
         is_fused = self.bias_gelu_fusion and not self.disable_bias_linear
-        return "gelu" if is_fused or self.use_te_activation_func else "gelu_erf"
+        return Activation("gelu" if is_fused or self.use_te_activation_func else "gelu_erf")
 
     @property
     def has_gelu(self) -> bool:
         """Whether the MLP's activation is GELU, in one of its forms."""
-        return self.activation in ("gelu", "gelu_erf")
+        return self.activation.kind in GELUS
 
     @property
     def uses_rope(self) -> bool:
@@ -237,7 +236,7 @@ class DecoderConfig:
     @property
     def is_gated(self) -> bool:
         """Whether the MLP multiplies its activation with a second projection of the input."""
-        return self.swiglu or self.quick_geglu
+        return self.activation.row.is_gated
 
     @property
     def windows(self) -> list[int | None]:
@@ -297,7 +296,7 @@ class DecoderConfig:
     @property
     def mlp_columns(self) -> int:
         """Columns of the MLP's first linear layer: gate and up, or the hidden state."""
-        return (2 if self.is_gated else 1) * self.padded_ffn_hidden_size
+        return self.activation.row.num_inputs * self.padded_ffn_hidden_size
 
 
 @dataclass(frozen=True)
@@ -318,7 +317,7 @@ class ModelConfig(MoeConfig, DecoderConfig):
     @property
     def expert_columns(self) -> int:
         """Columns of an expert's first linear layer: gate and up, or the hidden state."""
-        return (2 if self.is_gated else 1) * self.expert_ffn_hidden_size
+        return self.activation.row.num_inputs * self.expert_ffn_hidden_size
 
     @property
     def balancing_losses(self) -> dict[str, float]:
@@ -327,3 +326,7 @@ class ModelConfig(MoeConfig, DecoderConfig):
             return {}
         factors = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
         return {name: number(factor) for name, factor in factors}
+
+
+#: Switches that choose the MLP's activation. Without one it is GELU.
+ACTIVATIONS = tuple(each.name for each in fields(ModelConfig) if each.name in KINDS)

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from ..activation_functions import Activation
 from ..models.keys import NORM_KEYS
 from ..nn.links import LayerLinks, LinearLinks
 from ..quantization.early_cast import EarlyCast
@@ -54,7 +55,7 @@ def layer_spec(
     recipe: Recipe | None,
     links: LayerLinks | None,
     attention: Attention,
-    activation: str,
+    activation: Activation,
     *,
     mlp_chunks: int = 1,
 ) -> ModuleSpec:
@@ -62,7 +63,7 @@ def layer_spec(
 
     Args:
         links: the layer's links; None in BF16.
-        activation: of the MLP, as `kernels.activation` names it.
+        activation: of the MLP.
         mlp_chunks: chunks of a sequence that the MLP computes one after another.
     """
     if recipe is None or links is None:
@@ -88,7 +89,9 @@ def _half_layer(attention: Attention, mlp_chunks: int) -> ModuleSpec:
     )
 
 
-def _fp8_layer(recipe: Recipe, links: LayerLinks, attention: Attention, activation: str, mlp_chunks: int) -> ModuleSpec:
+def _fp8_layer(
+    recipe: Recipe, links: LayerLinks, attention: Attention, activation: Activation, mlp_chunks: int
+) -> ModuleSpec:
     """A layer with FP8 linear layers."""
     core_attention = _core_attention(attention)
     if attention.is_fp8:
@@ -190,7 +193,7 @@ def block_submodules(
     layer_recipes: Sequence[Recipe | None],
     links: Sequence[LayerLinks | None],
     attention: Attention,
-    activation: str,
+    activation: Activation,
     *,
     defers_final_norm: bool = False,
     mlp_chunks: int = 1,

@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from ..activation_functions import Activation
 from ..nn.chunk_grads import in_chunks, rows_of_chunk
 from ..nn.chunked_mlp import fp8_norm_mlp_in_chunks
 from ..nn.mlp import fp8_norm_mlp
@@ -22,7 +23,7 @@ class FP8MLP(MLP):
     Call `fuse_norm` before the first forward.
 
     Args:
-        activation: its name in `kernels.activation`.
+        activation: between both GEMMs.
         num_chunks: of a sequence, that are computed one after another; 1 computes it whole. The rest is
             megatron-core's.
     """
@@ -30,7 +31,7 @@ class FP8MLP(MLP):
     linear_fc1: FP8ColumnParallelLinear
     linear_fc2: FP8RowParallelLinear
 
-    def __init__(self, *args: Any, activation: str, num_chunks: int = 1, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, activation: Activation, num_chunks: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.activation, self.num_chunks = activation, num_chunks
         early_cast = self.linear_fc2.links.early_cast

@@ -11,11 +11,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from ..activation_functions import Activation
 from ..config.model import YARN_SETTINGS, layer_pattern, window_sizes
 from ..config.pipeline_layout import PipelineLayout
 from ..config.schema import Config, ModelConfig
 from ..data.document_bounds import SequencePart
 from ..nn.rope import Yarn, cos_sin_table, rope_frequencies
+from ..quantization.unfused import function_of
 
 #: megatron-core's names of the kernels of attention in Transformer Engine.
 _TE_ATTENTION = {
@@ -129,7 +131,8 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
     # The meta device stands for a GPU whose memory is counted (`training.rank_build`).
     on_gpu = device.type != "cpu"
     # megatron-core fuses these with torch.compile, which needs a C++ toolchain on a CPU.
-    fuses_activation = on_gpu and (model.swiglu or (model.activation == "gelu" and not model.disable_bias_linear))
+    fused = ("all",) if model.disable_bias_linear else ("all", "biased")
+    fuses_activation = on_gpu and model.activation.row.core_fusion in fused
     settings = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -142,7 +145,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.is_gated,
-        activation_func=_activation(model, is_fused=fuses_activation),
+        activation_func=_activation_function(model.activation, is_fused=fuses_activation),
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
@@ -269,32 +272,16 @@ def _layer_types(layout: PipelineLayout) -> list[list[LayerType]]:
     return rows
 
 
-def _activation(model: ModelConfig, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
+def _activation_function(activation: Activation, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
     """megatron-core's function of the activation, the same on every device.
 
     megatron-core's fused kernel computes GELU's tanh form for `gelu` and accepts no other name for it. Its own squared
     ReLU and quick GELU are compiled where they are imported, on a CPU too.
     """
-    if model.swiglu:
-        return torch.nn.functional.silu
-    if model.squared_relu:
-        return _squared_relu
-    if model.quick_geglu:
-        return _quick_gelu
-    assert model.activation in ("gelu", "gelu_erf"), f"megatron-core's layers have no {model.activation} here"
-    return torch.nn.functional.gelu if is_fused or model.activation == "gelu_erf" else _tanh_gelu
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return torch.nn.functional.relu(x).square()
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _tanh_gelu(x: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
+    if is_fused:
+        function: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, str(activation.row.torch_name))
+        return function
+    return function_of(activation)
 
 
 def _te_settings(config: Config) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..activation_functions import Activation
 from ..config.model import ModelConfig
 from ..config.schema import Config
 from .keys import Shape
@@ -103,7 +104,7 @@ class LayerShape:
         queries, keys: of all query heads, of all key heads; values have as many as keys.
         mlp: of the MLP's hidden state; of all experts of a token, if it has experts.
         mlp_input: of the input to the MLP's activation: `mlp`, or twice as many if it is gated.
-        activation: as `kernels.activation` names it.
+        activation: of the MLP.
         has_windows: attention leaves tokens out.
     """
 
@@ -113,7 +114,7 @@ class LayerShape:
     keys: int
     mlp: int
     mlp_input: int
-    activation: str
+    activation: Activation
     has_windows: bool
 
     @property

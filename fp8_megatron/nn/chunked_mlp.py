@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..activation_functions import Activation
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import ActivationGradSource, ActivationSource, CastGrad, NormStatistics
 from ..quantization.weight_grad import WeightGradSum
@@ -39,7 +40,7 @@ def fp8_norm_mlp_in_chunks(
     norm: NormParams,
     fc1: LinearParams,
     fc2: LinearParams,
-    activation: str,
+    activation: Activation,
     *,
     rows: int,
     adds_input: bool = False,
@@ -84,7 +85,7 @@ class _FP8NormMLPInChunks(torch.autograd.Function):
         norm: NormParams,
         fc1: LinearParams,
         fc2: LinearParams,
-        activation: str,
+        activation: Activation,
         rows: int,
         adds_input: bool,
         needs_backward: bool,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from ..activation_functions import Activation
 from ..formats.format import Quantized
 from ..kernels import ops
 from ..kernels.ops import Groups
@@ -39,7 +40,7 @@ def grouped_by_expert(routing_map: Tensor, top_k: int) -> Groups:
 
 
 def fp8_experts(
-    x: Tensor, probs: Tensor, groups: Groups, fc1: LinearParams, fc2: LinearParams, activation: str
+    x: Tensor, probs: Tensor, groups: Groups, fc1: LinearParams, fc2: LinearParams, activation: Activation
 ) -> Tensor:
     """Σ_e p_e · fc2_e(activation(fc1_e(x))) over each token's experts, in FP8; the weight gradients go to their
     ``main_grad``.
@@ -48,7 +49,7 @@ def fp8_experts(
         x: BF16 [T, H].
         probs: FP32 [T, E], read where `groups` has a row.
         fc1, fc2: weights [E, Z, H] and [E, H, F], without biases.
-        activation: its name in `kernels.activation`.
+        activation: between both GEMMs.
 
     Returns:
         BF16 [T, H].
@@ -70,7 +71,7 @@ class _FP8Experts(torch.autograd.Function):
         groups: Groups,
         fc1: LinearParams,
         fc2: LinearParams,
-        activation: str,
+        activation: Activation,
         needs_backward: bool,
     ) -> Tensor:
         tokens = fc1.quantizers.input.quantize(TensorSource(x))
@@ -115,11 +116,13 @@ def _deliver(
     return delivered_wgrad(WeightGrad(g_t, x_t, dtype, offsets=offsets), linear)
 
 
-def experts(x: Tensor, probs: Tensor, groups: Groups, weight1: Tensor, weight2: Tensor, activation: str) -> Tensor:
+def experts(
+    x: Tensor, probs: Tensor, groups: Groups, weight1: Tensor, weight2: Tensor, activation: Activation
+) -> Tensor:
     """`fp8_experts` in x's dtype, 16 bits, with plain weights [E, Z, H] and [E, H, F]; autograd gives all gradients."""
     ends = groups.offsets[1:]
     z = grouped_mm(_GatherRows.apply(x, groups), weight1.mT, offs=ends)
-    hidden = probs_of_rows(probs, groups)[:, None] * unfused.activation(z.float(), activation)
+    hidden = probs_of_rows(probs, groups)[:, None] * unfused.activated(z.float(), activation)
     output: Tensor = _SumRows.apply(grouped_mm(hidden.to(x.dtype), weight2.mT, offs=ends), groups)
     return output
 

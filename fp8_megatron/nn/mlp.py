@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activation_functions import Activation
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import ActivationGradSource, ActivationSource, NormStatistics
 from .first_order import once_differentiable
@@ -27,7 +28,7 @@ def fp8_norm_mlp(
     norm: NormParams,
     fc1: LinearParams,
     fc2: LinearParams,
-    activation: str,
+    activation: Activation,
     *,
     adds_input: bool = False,
     recomputes: bool = False,
@@ -36,7 +37,7 @@ def fp8_norm_mlp(
 
     Args:
         x: BF16 [s, b, h]; [s/tp, b, h] if fc1 is `SequenceColumn` (and fc2 `SequenceRow`).
-        activation: its name in `kernels.activation`.
+        activation: between both GEMMs.
         adds_input: add x, the residual branch, inside. Not possible if the output is this rank's summand.
         recomputes: compute fc1's output again in backward, bit for bit, instead of keeping it.
 
@@ -76,7 +77,7 @@ class _FP8NormMLP(torch.autograd.Function):
         norm: NormParams,
         fc1: LinearParams,
         fc2: LinearParams,
-        activation: str,
+        activation: Activation,
         adds_input: bool,
         recomputes: bool,
         needs_backward: bool,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..activation_functions import GELUS
 from ..config.schema import Config
 from ..dtypes import StorageDtype
 from ..models.architecture import LayerShape
@@ -146,6 +147,8 @@ RATES = {rates.name.lower(): rates for rates in (H100, H200)}
 _ATTENTION_FORWARD = 0.25
 #: Kernels of smaller layers reach lower rates than those: GPT-345M's steps of 4 sequences took 15 to 27% longer.
 _SMALL_LAYER_FLOPS = 1e12
+#: Activation functions of the runs that the rates are from.
+_MEASURED_ACTIVATIONS = (*GELUS, "swiglu")
 
 
 @dataclass(frozen=True)
@@ -198,8 +201,7 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int, rates: Gp
             ("copies to the host, which count as hidden", config.training.cpu_offloading_num_layers > 0),
             ("MLPs over chunks", config.training.mlp_chunks_for_training > 1),
             ("the loss over chunks", config.training.loss_chunk_size is not None),
-            ("squared ReLU", shape.activation == "squared_relu"),
-            ("quick GEGLU", shape.activation == "quick_geglu"),
+            (shape.activation.row.title, shape.activation.kind not in _MEASURED_ACTIVATIONS),
             ("a window, of which attention saves nothing here", shape.has_windows),
             ("documents, of which attention saves nothing here", config.data.keeps_documents_apart),
             (

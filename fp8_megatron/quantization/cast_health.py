@@ -142,11 +142,11 @@ def _rows(source: Source[Any], step: int, *, fused: bool) -> Tensor:
     if isinstance(source, NormSource):
         return unfused.norm(rows(source.x), source.weight, source.bias, eps=source.eps, rms=source.rms)[0]
     if isinstance(source, ActivationSource):
-        return unfused.activation(rows(source.z), source.kind)
+        return unfused.activated(rows(source.z), source.activation)
     if isinstance(source, ExpertActivationSource):
-        return source.probs[::step, None] * unfused.activation(rows(source.z), source.kind)
+        return source.probs[::step, None] * unfused.activated(rows(source.z), source.activation)
     if isinstance(source, ExpertActivationGradSource):
-        z, probs, kind = source.forward.z, source.forward.probs, source.forward.kind
-        return unfused.activation_backward(rows(source.grad) * probs[::step, None], rows(z), kind)
+        z, probs, function = source.forward.z, source.forward.probs, source.forward.activation
+        return unfused.activation_backward(rows(source.grad) * probs[::step, None], rows(z), function)
     assert isinstance(source, ActivationGradSource), source
-    return unfused.activation_backward(rows(source.grad), rows(source.z), source.kind)
+    return unfused.activation_backward(rows(source.grad), rows(source.z), source.activation)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..activation_functions import Activation
 from ..formats.format import Format, Quantized
 from ..kernels import ops
 from ..kernels.ops import Rotation
@@ -199,19 +200,19 @@ class NormSource:
 
 @dataclass(frozen=True)
 class ActivationSource:
-    """The activation of `z` [T, F], or [T, 2F] under ``swiglu``."""
+    """The activation of `z` [T, F], or [T, 2F] if it is gated."""
 
     z: Tensor
-    kind: str
+    activation: Activation
 
     def amax(self) -> Tensor:
-        return ops.activation_amax(self.z, self.kind)
+        return ops.activation_amax(self.z, self.activation)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
         if not format.fuses:
-            return format.cast(unfused.activation(self.z, self.kind))
+            return format.cast(unfused.activated(self.z, self.activation))
         payload, taken = ops.activation_quantize(
-            self.z, self.kind, format.dtype, scale=scale, power_of_two=format.power_of_two, amax_out=amax_out
+            self.z, self.activation, format.dtype, scale=scale, power_of_two=format.power_of_two, amax_out=amax_out
         )
         return Quantized(payload, None, taken if scale is None else scale, format)
 
@@ -226,26 +227,26 @@ class ActivationGradSource:
 
     grad: Tensor
     z: Tensor
-    kind: str
+    activation: Activation
     activation_format: Format
     activation_scale: Tensor | None
     column_sums: bool
 
     def amax(self) -> Tensor:
-        return ops.activation_backward_amax(self.grad, self.z, self.kind)
+        return ops.activation_backward_amax(self.grad, self.z, self.activation)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastActivationGrad:
         if self.activation_scale is None:
-            value = unfused.activation(self.z, self.kind)
-            activation = self.activation_format.cast(value, rowwise=False, transposed=True)
+            value = unfused.activated(self.z, self.activation)
+            operand = self.activation_format.cast(value, rowwise=False, transposed=True)
             del value
-            grad = unfused.activation_backward(self.grad, self.z, self.kind)
+            grad = unfused.activation_backward(self.grad, self.z, self.activation)
             cast = GradSource(grad, column_sums=self.column_sums).quantize(format, None)
-            return CastActivationGrad(cast.operand, activation, cast.column_sums)
+            return CastActivationGrad(cast.operand, operand, cast.column_sums)
         payload, payload_t, activation_t, sums, taken = ops.activation_backward_quantize(
             self.grad,
             self.z,
-            self.kind,
+            self.activation,
             format.dtype,
             scale=scale,
             power_of_two=format.power_of_two,
@@ -282,17 +283,17 @@ class ExpertActivationSource:
     z: Tensor
     probs: Tensor
     offsets: Tensor
-    kind: str
+    activation: Activation
 
     def amax(self) -> Tensor:
-        return ops.expert_activation_amax(self.z, self.probs, self.offsets, self.kind)
+        return ops.expert_activation_amax(self.z, self.probs, self.offsets, self.activation)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
         payload, taken = ops.expert_activation_quantize(
             self.z,
             self.probs,
             self.offsets,
-            self.kind,
+            self.activation,
             format.dtype,
             scale=scale,
             power_of_two=format.power_of_two,
@@ -319,8 +320,8 @@ class ExpertActivationGradSource:
         return self.forward.offsets
 
     def amax(self) -> Tensor:
-        z, probs, offsets, kind = self._operands()
-        return ops.expert_activation_backward_amax(self.grad, z, probs, offsets, kind)
+        z, probs, offsets, function = self._operands()
+        return ops.expert_activation_backward_amax(self.grad, z, probs, offsets, function)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastExpertGrad:
         payload, payload_t, activation_t, grad_probs, taken = ops.expert_activation_backward_quantize(
@@ -339,6 +340,6 @@ class ExpertActivationGradSource:
             grad_probs,
         )
 
-    def _operands(self) -> tuple[Tensor, Tensor, Tensor, str]:
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor, Activation]:
         forward = self.forward
-        return forward.z, forward.probs, forward.offsets, forward.kind
+        return forward.z, forward.probs, forward.offsets, forward.activation

@@ -6,13 +6,13 @@ so its second cast gives the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
-#: torch's names of GELU's forms.
-_GELUS = {"gelu": "tanh", "gelu_erf": "none"}
-#: The slope inside the sigmoid form of GELU.
-_QUICK = 1.702
+from ..activation_functions import Activation
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,32 +36,38 @@ def _normed(centred: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor) 
     return value if bias is None else value + bias.float()
 
 
-def activation(z: Tensor, kind: str) -> Tensor:
-    """The activation of `z` [T, F], or of [T, 2F] (gate, then up), in its dtype [T, F]: see `kernels.activation`."""
-    wide = z.float()
-    if kind in _GELUS:
-        return torch.nn.functional.gelu(wide, approximate=_GELUS[kind]).to(z.dtype)
-    if kind == "squared_relu":
-        return torch.relu(wide).square().to(z.dtype)
+def function_of(activation: Activation) -> Callable[[Tensor], Tensor]:
+    """What an activation computes of its input, or of the gate, in the input's dtype: torch's kernel if it has one."""
+    row = activation.row
+    if row.torch_name is None:
+        return partial(row.value, *activation.parameters) if activation.parameters else row.value
+    function: Callable[..., Tensor] = getattr(torch.nn.functional, row.torch_name)
+    return partial(function, **row.torch_arguments) if row.torch_arguments else function
+
+
+def _backward(grad: Tensor, x: Tensor, activation: Activation) -> Tensor:
+    """The gradient of `function_of`'s input, FP32."""
+    row = activation.row
+    if row.torch_name is None:
+        return grad * row.derivative(x, *activation.parameters)
+    backward: Callable[..., Tensor] = getattr(torch.ops.aten, f"{row.torch_name}_backward")
+    return backward(grad, x, **row.torch_arguments)
+
+
+def activated(z: Tensor, activation: Activation) -> Tensor:
+    """The activation [T, F] of `z` [T, F], or of [T, 2F] (gate, then up), in its dtype."""
+    wide, function = z.float(), function_of(activation)
+    if not activation.row.is_gated:
+        return function(wide).to(z.dtype)
     gate, up = wide.chunk(2, dim=1)
-    if kind == "quick_geglu":
-        return (gate * torch.sigmoid(_QUICK * gate) * up).to(z.dtype)
-    assert kind == "swiglu", f"no form in 16 bits of {kind}"
-    return (torch.nn.functional.silu(gate) * up).to(z.dtype)
+    return (function(gate) * up).to(z.dtype)
 
 
-def activation_backward(grad: Tensor, z: Tensor, kind: str) -> Tensor:
-    """The gradient of `z` in its dtype, from the gradient [T, F] of `activation`."""
+def activation_backward(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
+    """The gradient of `z` in its dtype, from the gradient [T, F] of `activated`."""
     wide, upstream = z.float(), grad.float()
-    if kind in _GELUS:
-        return torch.ops.aten.gelu_backward(upstream, wide, approximate=_GELUS[kind]).to(z.dtype)
-    if kind == "squared_relu":
-        return (upstream * (2.0 * torch.relu(wide))).to(z.dtype)
+    if not activation.row.is_gated:
+        return _backward(upstream, wide, activation).to(z.dtype)
     gate, up = wide.chunk(2, dim=1)
-    if kind == "quick_geglu":
-        sigmoid = torch.sigmoid(_QUICK * gate)
-        grad_gate = upstream * up * (sigmoid * (1.0 + _QUICK * gate * (1.0 - sigmoid)))
-        return torch.cat([grad_gate, upstream * (gate * sigmoid)], dim=1).to(z.dtype)
-    assert kind == "swiglu", f"no form in 16 bits of {kind}"
-    grad_gate = torch.ops.aten.silu_backward(upstream * up, gate)
-    return torch.cat([grad_gate, upstream * torch.nn.functional.silu(gate)], dim=1).to(z.dtype)
+    grad_gate = _backward(upstream * up, gate, activation)
+    return torch.cat([grad_gate, upstream * function_of(activation)(gate)], dim=1).to(z.dtype)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.dtypes import CLAMPED_ABOVE, E4M3, E5M2, MAX_FINITE
 from fp8_megatron.kernels import ops
 
@@ -109,7 +110,7 @@ def cases(rows: int, columns: int) -> dict[str, Case]:
             E4M3,
             function(z),
             lambda scale, record, device: ops.activation_quantize(
-                z.to(device), kind, E4M3, scale=scale, amax_out=record
+                z.to(device), Activation(kind), E4M3, scale=scale, amax_out=record
             ),
         )
 
@@ -120,7 +121,7 @@ def cases(rows: int, columns: int) -> dict[str, Case]:
             grad_of(function, z, grad),
             lambda scale, record, device: ops.activation_backward_quantize(
                 *on(device, grad, z),
-                kind,
+                Activation(kind),
                 E5M2,
                 scale=scale,
                 amax_out=record,

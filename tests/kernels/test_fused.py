@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.activation_functions import KINDS, Activation
 from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.activation import reference as activation
@@ -81,20 +82,21 @@ def double_activation(z: Tensor, kind: str) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-@pytest.mark.parametrize("kind", list(activation.INPUTS))
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("size", [0.01, 3.0, 300.0])
 def test_activation(kind: str, size: float) -> None:
-    z, grad = normal(T, activation.INPUTS[kind] * K, seed=1, size=size), normal(T, K, seed=2, size=1e-4)
+    function = Activation(kind)
+    z, grad = normal(T, function.row.num_inputs * K, seed=1, size=size), normal(T, K, seed=2, size=1e-4)
     exact = z.double().requires_grad_()
     expected = double_activation(exact, kind)
     expected.backward(grad.double())
-    payload, scale = ops.activation_quantize(z, kind, E4M3, scale=None)
+    payload, scale = ops.activation_quantize(z, function, E4M3, scale=None)
     assert snr_db(reference.decode(payload, scale), expected.detach()) > E4M3_DB
     torch.testing.assert_close(
-        ops.activation_amax(z, kind), expected.detach().abs().max().float().view(1), rtol=1e-5, atol=0
+        ops.activation_amax(z, function), expected.detach().abs().max().float().view(1), rtol=1e-5, atol=0
     )
     result = ops.activation_backward_quantize(
-        grad, z, kind, E5M2, scale=None, activation_dtype=E4M3, activation_scale=scale, column_sums=True
+        grad, z, function, E5M2, scale=None, activation_dtype=E4M3, activation_scale=scale, column_sums=True
     )
     grad_z, grad_z_t, activation_t, sums, grad_scale = result
     assert snr_db(reference.decode(grad_z, grad_scale), exact.grad) > E5M2_DB
@@ -102,19 +104,20 @@ def test_activation(kind: str, size: float) -> None:
     assert torch.equal(activation_t.view(torch.uint8), payload.view(torch.uint8).t())
     assert snr_db(sums, exact.grad.sum(dim=0)) > FP32_DB - 10  # sums of both signs cancel
     largest = exact.grad.abs().max().float().view(1)
-    torch.testing.assert_close(ops.activation_backward_amax(grad, z, kind), largest, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ops.activation_backward_amax(grad, z, function), largest, rtol=1e-5, atol=0)
     torch.testing.assert_close(grad_scale * 57344.0, largest, rtol=1e-5, atol=0)
 
 
 def test_the_exact_gelu_keeps_its_tail() -> None:
     """Of z from -8 on, whose E5M2 gradient is still above 0; 1 + erf(z / √2) has no digit left there."""
+    function = Activation("gelu_erf")
     z = torch.linspace(-8.0, -1.0, 513).view(1, -1)
     exact = z.double().requires_grad_()
     expected = exact * (0.5 * torch.erfc(-(0.5**0.5) * exact))
     grad = normal(*z.shape, seed=1)
     expected.backward(grad.double())
-    torch.testing.assert_close(activation.activation(z, "gelu_erf").double(), expected.detach(), rtol=1e-5, atol=0)
-    found = activation.grad_of_input(grad, z, "gelu_erf").double()
+    torch.testing.assert_close(activation.activated(z, function).double(), expected.detach(), rtol=1e-5, atol=0)
+    found = activation.grad_of_input(grad, z, function).double()
     torch.testing.assert_close(found, exact.grad, rtol=1e-5, atol=1e-7)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.activation_functions import KINDS, Activation
 from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.activation import reference as activation
@@ -112,25 +113,25 @@ def test_norm_backward_of_summands(shape: tuple[int, int], num_parts: int) -> No
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", list(activation.INPUTS))
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "pow2"])
 def test_activation(shape: tuple[int, int], kind: str, power_of_two: bool) -> None:
-    rows, width = shape
-    z = normal(rows, activation.INPUTS[kind] * width, seed=1, size=3.0)
+    (rows, width), function = shape, Activation(kind)
+    z = normal(rows, function.row.num_inputs * width, seed=1, size=3.0)
     grad = normal(*shape, seed=2, size=1e-4)
-    payload, scale = activation.activation_quantize(z, kind, E4M3, scale=None, power_of_two=power_of_two)
-    measured, taken = ops.activation_quantize(z.cuda(), kind, E4M3, scale=None, power_of_two=power_of_two)
+    payload, scale = activation.activation_quantize(z, function, E4M3, scale=None, power_of_two=power_of_two)
+    measured, taken = ops.activation_quantize(z.cuda(), function, E4M3, scale=None, power_of_two=power_of_two)
     torch.testing.assert_close(taken.cpu(), scale, rtol=1e-5, atol=0)
     assert_same_payload(measured, payload)
     recorded = torch.zeros(1, device="cuda")
-    again, _ = ops.activation_quantize(z.cuda(), kind, E4M3, scale=taken, amax_out=recorded)
+    again, _ = ops.activation_quantize(z.cuda(), function, E4M3, scale=taken, amax_out=recorded)
     assert torch.equal(again.view(torch.uint8), measured.view(torch.uint8))
-    torch.testing.assert_close(recorded, ops.activation_amax(z.cuda(), kind), rtol=1e-6, atol=0)
+    torch.testing.assert_close(recorded, ops.activation_amax(z.cuda(), function), rtol=1e-6, atol=0)
 
     settings = {"scale": None, "power_of_two": power_of_two, "activation_dtype": E4M3, "column_sums": True}
-    expected = activation.activation_backward_quantize(grad, z, kind, E5M2, **settings, activation_scale=scale)
+    expected = activation.activation_backward_quantize(grad, z, function, E5M2, **settings, activation_scale=scale)
     on_gpu = cuda(grad, z)
-    result = ops.activation_backward_quantize(*on_gpu, kind, E5M2, **settings, activation_scale=scale.cuda())
+    result = ops.activation_backward_quantize(*on_gpu, function, E5M2, **settings, activation_scale=scale.cuda())
     for index in range(3):
         assert_same_payload(result[index], expected[index])
         if kind == "squared_relu":  # no fast exponential
@@ -139,11 +140,11 @@ def test_activation(shape: tuple[int, int], kind: str, power_of_two: bool) -> No
     torch.testing.assert_close(result[4].cpu(), expected[4], rtol=1e-5, atol=0)
     recorded = torch.zeros(1, device="cuda")
     given = ops.activation_backward_quantize(
-        *cuda(grad, z), kind, E5M2, scale=result[4], amax_out=recorded,
+        *cuda(grad, z), function, E5M2, scale=result[4], amax_out=recorded,
         activation_dtype=E4M3, activation_scale=scale.cuda(), column_sums=False,
     )  # fmt: skip
     assert torch.equal(given[0].view(torch.uint8), result[0].view(torch.uint8)) and given[3].numel() == 0
-    torch.testing.assert_close(recorded, ops.activation_backward_amax(*cuda(grad, z), kind), rtol=1e-6, atol=0)
+    torch.testing.assert_close(recorded, ops.activation_backward_amax(*cuda(grad, z), function), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (260, 1008), (2052, 4096)], ids=str)
@@ -383,5 +384,5 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     weight = torch.ones(256, dtype=torch.bfloat16)
     payload, scale, _, _ = ops.norm_quantize(*cuda(x, weight, None), E4M3, eps=1e-5, rms=False, scale=None)
     assert not torch.isfinite(reference.decode(payload.cpu(), scale.cpu())).all()
-    payload, scale = ops.activation_quantize(x.cuda(), "gelu", E4M3, scale=None)
+    payload, scale = ops.activation_quantize(x.cuda(), Activation("gelu"), E4M3, scale=None)
     assert not torch.isfinite(reference.decode(payload.cpu(), scale.cpu())).all()

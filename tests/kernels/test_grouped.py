@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.dtypes import E4M3, E5M2, GROUP_ROWS
 from fp8_megatron.kernels import ops, reference
 from fp8_megatron.quantization.stats import snr_db
@@ -87,12 +88,13 @@ def test_rows_are_gathered_and_summed(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["swiglu", "quick_geglu", "gelu", "gelu_erf", "squared_relu"])
 @pytest.mark.parametrize("routed", KINDS)
 def test_activation_of_experts(kind: str, routed: str) -> None:
+    function = Activation(kind)
     offsets, source, _ = ops.routed_rows(routing(routed), ops.most_rows(TOKENS, TOP_K, EXPERTS), TOP_K)
     end, num_rows = int(offsets[-1]), len(source)
     has_token = (source >= 0)[:, None]
     generator = torch.Generator().manual_seed(3)
     probs = torch.where(source < 0, 0.0, torch.rand(num_rows, generator=generator))
-    width = WIDTH * (2 if kind in ("swiglu", "quick_geglu") else 1)
+    width = WIDTH * function.row.num_inputs
     z = torch.where(has_token, normal(num_rows, width, seed=1, size=3.0), 0.0)
     grad = torch.where(has_token, normal(num_rows, WIDTH, seed=2, size=1e-4), 0.0)
     leaves = z.double().requires_grad_(), probs.double().requires_grad_()
@@ -101,18 +103,18 @@ def test_activation_of_experts(kind: str, routed: str) -> None:
     exact, (exact_z, exact_probs) = exact.detach(), (leaf.grad for leaf in leaves)
     z[end:], grad[end:], probs[end:] = torch.nan, torch.inf, torch.nan  # nobody reads them
 
-    payload, scale = ops.expert_activation_quantize(z, probs, offsets, kind, E4M3, scale=None)
+    payload, scale = ops.expert_activation_quantize(z, probs, offsets, function, E4M3, scale=None)
     result = ops.expert_activation_backward_quantize(
-        grad, z, probs, offsets, kind, E5M2, scale=None, activation_dtype=E4M3, activation_scale=scale
+        grad, z, probs, offsets, function, E5M2, scale=None, activation_dtype=E4M3, activation_scale=scale
     )
     grad_z, grad_z_t, activation_t, grad_probs, grad_scale = result
     for turned, rows in ((activation_t, payload), (grad_z_t, grad_z)):
         assert torch.equal(turned[:, :end].float(), rows[:end].float().t())
         assert not rows[:end][~has_token[:end, 0]].float().any()
     largest, largest_z = (x.abs().max().float().view(1) for x in (exact, exact_z))
-    amax = ops.expert_activation_amax(z, probs, offsets, kind)
+    amax = ops.expert_activation_amax(z, probs, offsets, function)
     torch.testing.assert_close(amax, largest, rtol=1e-5, atol=0)
-    backward_amax = ops.expert_activation_backward_amax(grad, z, probs, offsets, kind)
+    backward_amax = ops.expert_activation_backward_amax(grad, z, probs, offsets, function)
     torch.testing.assert_close(backward_amax, largest_z, rtol=1e-5, atol=0)
     if end == 0:
         assert scale == 1.0 and grad_scale == 1.0
@@ -124,8 +126,10 @@ def test_activation_of_experts(kind: str, routed: str) -> None:
 
     record = torch.zeros(3)
     given = dict(scale=scale / 2, amax_out=record)
-    ops.expert_activation_quantize(z, probs, offsets, kind, E4M3, **given)
-    clamped = (ops.expert_activation_quantize(z, probs, offsets, kind, E4M3, scale=scale)[0].float().abs() >= 224).sum()
+    ops.expert_activation_quantize(z, probs, offsets, function, E4M3, **given)
+    clamped = (
+        ops.expert_activation_quantize(z, probs, offsets, function, E4M3, scale=scale)[0].float().abs() >= 224
+    ).sum()
     assert torch.equal(record[:1], amax) and record[2] == end * WIDTH and 0 < record[1] <= clamped
 
 
@@ -133,6 +137,6 @@ def test_a_nan_of_a_token_reaches_the_amax() -> None:
     offsets, source, _ = ops.routed_rows(routing("even"), ops.most_rows(TOKENS, TOP_K, EXPERTS), TOP_K)
     z, probs = normal(len(source), 2 * WIDTH, seed=1), (source >= 0).float()
     z[int(offsets[2]), 5] = torch.nan
-    assert ops.expert_activation_amax(z, probs, offsets, "swiglu").isnan()
-    payload, scale = ops.expert_activation_quantize(z, probs, offsets, "swiglu", E4M3, scale=torch.ones(1))
+    assert ops.expert_activation_amax(z, probs, offsets, Activation("swiglu")).isnan()
+    payload, scale = ops.expert_activation_quantize(z, probs, offsets, Activation("swiglu"), E4M3, scale=torch.ones(1))
     assert scale.numel() == 0 and payload.float().isnan().sum() == 1

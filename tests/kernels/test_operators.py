@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fp8_megatron.activation_functions import KINDS, Activation
 from fp8_megatron.device.device import UnsupportedDeviceError
 from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops, registration
@@ -67,6 +69,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     records, places = (torch.rand(3, 4), torch.rand(3, 2, 4)), torch.arange(3, dtype=torch.int32)
     gradient = (grads, None, *norm, True), (grads[:1], x, x, weight, none, vector, False)
     rows, stored = _flat(E4M3, 128), _flat(torch.float16, 256)
+    activations = [(Activation(kind), z if row.is_gated else x) for kind, row in KINDS.items()]
     heads = [torch.randn(64, 2, n, 128).to(E4M3) for n in (4, 2, 2)]
     attention = ops.AttentionInputs(*heads, scale, scale, scale)
     written = ops.AttentionGradCasts(*(ops.WrittenCast(one, one, torch.zeros(1)) for _ in range(4)))
@@ -124,27 +127,15 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (*gradient[0][:-1], E5M2, True, scale, amax, True),
             (*gradient[1][:-1], E5M2, False, scale, None, False),
         ],
-        "activation_amax": [(z, "swiglu"), (x, "gelu"), (x, "gelu_erf"), (z, "quick_geglu"), (x, "squared_relu")],
-        "activation_backward_amax": [
-            (x, z, "swiglu"),
-            (x, x, "gelu"),
-            (x, x, "gelu_erf"),
-            (x, z, "quick_geglu"),
-            (x, x, "squared_relu"),
-        ],
+        "activation_amax": [(inputs, function) for function, inputs in activations],
+        "activation_backward_amax": [(x, inputs, function) for function, inputs in activations],
         "activation_quantize": [
-            (z, "swiglu", E4M3, None, False, None),
-            (x, "gelu", E4M3, scale, False, amax),
-            (x, "gelu_erf", E4M3, scale, False, amax),
-            (z, "quick_geglu", E4M3, scale, False, amax),
-            (x, "squared_relu", E4M3, None, False, None),
+            (inputs, function, E4M3, given, False, None if given is None else amax)
+            for (function, inputs), given in zip(activations, cycle((None, scale)), strict=False)
         ],
         "activation_backward_quantize": [
-            (x, z, "swiglu", E5M2, None, False, None, E4M3, scale, True),
-            (x, x, "gelu", E5M2, scale, False, amax, E4M3, scale, False),
-            (x, x, "gelu_erf", E5M2, None, False, None, E4M3, scale, True),
-            (x, z, "quick_geglu", E5M2, scale, False, amax, E4M3, scale, True),
-            (x, x, "squared_relu", E5M2, None, False, None, E4M3, scale, True),
+            (x, inputs, function, E5M2, given, False, None if given is None else amax, E4M3, scale, given is None)
+            for (function, inputs), given in zip(activations, cycle((None, scale)), strict=False)
         ],
         "routed_rows": [(_routing_map(), 4 * 128, 2), (_routing_map(), 3 * 128, 3)],
         "gather_rows": [
@@ -153,20 +144,20 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (x, source, 3, offsets, True, False),
         ],
         "sum_rows": [(of_experts, rows_of_tokens)],
-        "expert_activation_amax": [(*gated, "swiglu"), (*plain_experts, "squared_relu")],
+        "expert_activation_amax": [(*gated, Activation("swiglu")), (*plain_experts, Activation("squared_relu"))],
         "expert_activation_backward_amax": [
-            (grad_of_experts, *gated, "swiglu"),
-            (grad_of_experts, *plain_experts, "squared_relu"),
+            (grad_of_experts, *gated, Activation("swiglu")),
+            (grad_of_experts, *plain_experts, Activation("squared_relu")),
         ],
         "expert_activation_quantize": [
-            (*gated, "swiglu", E4M3, None, False, None),
-            (*plain_experts, "squared_relu", E4M3, scale, False, amax),
-            (*gated, "quick_geglu", E4M3, scale, False, torch.zeros(3)),
+            (*gated, Activation("swiglu"), E4M3, None, False, None),
+            (*plain_experts, Activation("squared_relu"), E4M3, scale, False, amax),
+            (*gated, Activation("quick_geglu"), E4M3, scale, False, torch.zeros(3)),
         ],
         "expert_activation_backward_quantize": [
-            (grad_of_experts, *gated, "swiglu", E5M2, None, True, None, E4M3, scale),
-            (grad_of_experts, *plain_experts, "squared_relu", E5M2, scale, False, amax, E4M3, scale),
-            (grad_of_experts, *gated, "quick_geglu", E5M2, scale, False, torch.zeros(3), E4M3, scale),
+            (grad_of_experts, *gated, Activation("swiglu"), E5M2, None, True, None, E4M3, scale),
+            (grad_of_experts, *plain_experts, Activation("squared_relu"), E5M2, scale, False, amax, E4M3, scale),
+            (grad_of_experts, *gated, Activation("quick_geglu"), E5M2, scale, False, torch.zeros(3), E4M3, scale),
         ],
         "cross_entropy_statistics": [(x, labels, 0, K), (x, labels, 3, 0)],
         "cross_entropy_backward_": [(x.clone(), labels, vector, vector, 2, K - 3)],
@@ -278,7 +269,7 @@ def call(name: str, arguments: tuple[Any, ...]) -> Any:
 def flat(arguments: Iterable[Any]) -> Iterator[Any]:
     """The operands that a bundle stands for, in order, in its place."""
     for argument in arguments:
-        if isinstance(argument, tuple):
+        if hasattr(argument, "_fields"):
             yield from flat(argument)
         else:
             yield argument

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.nn.chunked_mlp import fp8_norm_mlp_in_chunks
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.links import LinearLinks
@@ -62,7 +63,7 @@ def step(recipe_name: str, *, in_chunks: bool, adds_input: bool, early: bool = F
             NormParams(norm_weight, None, 1e-5, True, receiver),
             LinearParams(weights[0], biases[0], own1),
             LinearParams(weights[1], biases[1], own2, links=links),
-            "swiglu",
+            Activation("swiglu"),
         )
         if in_chunks and index == 1:
             y, residual = fp8_norm_mlp_in_chunks(*operands, rows=ROWS, adds_input=adds_input)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.dtypes import E4M3
 from fp8_megatron.nn.experts import experts, fp8_experts, grouped_by_expert
 from fp8_megatron.nn.gemms import LinearParams
@@ -73,7 +74,9 @@ def test_fp8_experts(device: str, activation: str, crowded: bool) -> None:
     expected.backward(grad.double())
 
     own_x, own_probs = (each.to(device).requires_grad_() for each in (x, probs))
-    output = fp8_experts(own_x, own_probs, grouped_by_expert(chosen.to(device), TOP_K), fc1, fc2, activation)
+    output = fp8_experts(
+        own_x, own_probs, grouped_by_expert(chosen.to(device), TOP_K), fc1, fc2, Activation(activation)
+    )
     output.backward(grad.to(device))
     assert snr_db(output.cpu(), expected) > 23.5
     assert (output[5] == 0).all() and own_x.grad is not None and (own_x.grad[5] == 0).all()
@@ -97,7 +100,7 @@ def test_experts_in_16_bits(device: str, activation: str) -> None:
     expected = exact(*wanted, activation)
     expected.backward(grad.double())
     own_x, own_probs, *own = [each.to(device).requires_grad_() for each in leaves]
-    output = experts(own_x, own_probs, grouped_by_expert(chosen.to(device), TOP_K), *own, activation)
+    output = experts(own_x, own_probs, grouped_by_expert(chosen.to(device), TOP_K), *own, Activation(activation))
     output.backward(grad.to(device))
     assert snr_db(output.cpu(), expected) > 45.0
     for found, reference in zip((own_x, own_probs, *own), wanted, strict=True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.kernels import ops
 from fp8_megatron.nn.chunked_mlp import fp8_norm_mlp_in_chunks
@@ -168,7 +169,7 @@ def test_norm_mlp(kind: str, rows: int | None, recipe: RecipeName) -> None:
         NormParams(norm_weight, norm_bias, 1e-5, not has_bias),
         LinearParams(weight1, bias1, quantizers(recipe)),
         LinearParams(weight2, bias2, quantizers(recipe)),
-        kind,
+        Activation(kind),
     )
     z = exact_norm(x64, norm_weight64, norm_bias64) @ weight1_64.t()
     z = z if bias1_64 is None else z + bias1_64
@@ -213,7 +214,7 @@ def test_the_residual_branch_is_added_inside() -> None:
             NormParams(norm_weight, None, 1e-5, True),
             LinearParams(weight1, bias1, quantizers()),
             LinearParams(weight2, bias2, quantizers()),
-            "gelu",
+            Activation("gelu"),
             adds_input=adds_input,
         )
         assert (residual is None) == adds_input
@@ -257,7 +258,7 @@ def test_vectors_give_their_gradients_to_main_grad_in_fp32() -> None:
             norm2,
             LinearParams(fc1, params["fc1"], quantizers()),
             LinearParams(fc2, params["fc2"], quantizers()),
-            "gelu",
+            Activation("gelu"),
         )
         outputs = [y, again, *parts[1:]]
         torch.autograd.backward(outputs, [normal(*o.shape, seed=6, size=1e-3).bfloat16() for o in outputs])
@@ -289,7 +290,7 @@ def test_backward_keeps_the_input_and_z_only() -> None:
             NormParams(norm_weight, None, 1e-5, True),
             LinearParams(weight1, None, quantizers()),
             LinearParams(weight2, None, quantizers()),
-            "gelu",
+            Activation("gelu"),
         )
     tokens = SEQ * BATCH
     assert sum(tensor.nbytes for tensor in kept) == 2 * tokens * (HIDDEN + WIDE) + 4 * tokens + 8

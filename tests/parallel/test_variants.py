@@ -11,10 +11,11 @@ import torch
 from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from torch import Tensor
 
+from fp8_megatron.activation_functions import KINDS, Activation
 from fp8_megatron.config.io import parse_command_line
 from fp8_megatron.config.schema import Config, DataConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import GradReduceMode
-from fp8_megatron.kernels.activation.reference import INPUTS, activation
+from fp8_megatron.kernels.activation.reference import activated
 from fp8_megatron.mcore.transformer_config import transformer_config
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
@@ -71,18 +72,18 @@ def test_activations_are_those_of_bf16(ranks: RankPool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("kind", list(INPUTS))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_a_bf16_layers_activation_is_the_kernels(kind: str, device: str) -> None:
     """FP32 of both; megatron-core multiplies the gated ones itself, and has a fused kernel for a GPU."""
     settings = {"gelu": {}, "gelu_erf": {"bias_gelu_fusion": False}}.get(kind, {kind: True})
     model = replace(GPT3_STYLE, **settings)  # type: ignore[arg-type]
     mcore = transformer_config(tiny_config(model), torch.device(device))
-    z = 3 * torch.randn(64, 32 * INPUTS[kind], generator=torch.Generator().manual_seed(1))
-    assert mcore.gated_linear_unit == (INPUTS[kind] == 2) == model.is_gated and model.activation == kind
+    z = 3 * torch.randn(64, 32 * KINDS[kind].num_inputs, generator=torch.Generator().manual_seed(1))
+    assert mcore.gated_linear_unit == KINDS[kind].is_gated == model.is_gated and model.activation == Activation(kind)
     is_fused_gelu = device == "meta" and mcore.bias_activation_fusion and not model.is_gated
     assert is_fused_gelu == (device == "meta" and kind == "gelu")
     value = bias_gelu(torch.zeros(32), z) if is_fused_gelu else mcore.activation_func(z[:, :32])
-    expected = activation(z, kind)
+    expected = activated(z, Activation(kind))
     torch.testing.assert_close(value * z[:, 32:] if model.is_gated else value, expected, atol=2e-6, rtol=1.3e-6)
 
 
@@ -108,7 +109,7 @@ def test_what_flags_mean_in_megatron(flags: str, expected: str) -> None:
     Transformer Engine's own GELU is the tanh form.
     """
     line = parse_command_line(["--bf16", *flags.split()])
-    assert line.config.model.activation == expected
+    assert line.config.model.activation == Activation(expected)
     is_idle = any("no effect here" in note and "--no-bias-gelu-fusion" in note for note in line.notes)
     assert is_idle == ("gelu_erf" != expected != "gelu"), line.notes
 

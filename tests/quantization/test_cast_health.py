@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.dtypes import MAX_FINITE
 from fp8_megatron.formats.blockwise import Blocks
 from fp8_megatron.formats.format import Quantized
@@ -62,13 +63,15 @@ def sources() -> dict[str, tuple[str, Any, Callable[[], Tensor]]]:
     """Name → (role, source, its values in float64)."""
     x, weight, bias, z = drawn(T, K), drawn(K, seed=1), drawn(K, seed=2), drawn(T, 2 * K, seed=3)
     qkv = [drawn(16, 8, 2, width, seed=width) for width in (64, 32, 32)]
-    activation_grad = ActivationGradSource(x, z, "swiglu", Recipe("tensorwise", False).roles.input, None, False)
+    activation_grad = ActivationGradSource(
+        x, z, Activation("swiglu"), Recipe("tensorwise", False).roles.input, None, False
+    )
     return {
         "tensor": ("input", TensorSource(x, transposed=True), x.double),
         "gradient": ("grad_output", GradSource(x, column_sums=True), x.double),
         "qkv": ("grad_output", QKVGradSource(qkv), lambda: torch.cat(qkv, dim=-1).double().view(T, -1)),
         "norm": ("input", NormSource(x, weight, bias, 1e-5, False), lambda: norm(x, weight, bias)),
-        "activation": ("input", ActivationSource(z, "swiglu"), lambda: swiglu(z.double())),
+        "activation": ("input", ActivationSource(z, Activation("swiglu")), lambda: swiglu(z.double())),
         "activation gradient": ("grad_output", activation_grad, lambda: swiglu_backward(x, z)),
     }
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...activation_functions import Activation
 from ...dtypes import MAX_FINITE
 from ..quantize.grad_output_triton import check_layouts
 from ..quantize.triton import (
@@ -38,7 +39,6 @@ from ..quantize.triton import (
     take_scale,
 )
 from ..shapes import cdiv
-from .reference import INPUTS
 
 # Measured on an H200 at 8192 tokens of GPT-7B.
 _NUM_WARPS = 4
@@ -58,15 +58,11 @@ _CUBIC = tl.constexpr(1.5957691216057308 * 0.044715)
 _QUICK = tl.constexpr(1.702)
 _DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 
-#: Activations by name as the kernels know them; from SwiGLU on they are gated.
-_KINDS = {"gelu": 0, "gelu_erf": 1, "squared_relu": 2, "swiglu": 3, "quick_geglu": 4}
-_GELU_ERF, _SQUARED_RELU, _SWIGLU, _QUICK_GEGLU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
-
 
 @triton.jit
 def _load_inputs(z, rows, columns, mask, F, KIND: tl.constexpr):
     """(z, z), or (gate, up), in FP32."""
-    if KIND >= _SWIGLU:
+    if KIND[1]:
         offsets = rows.to(tl.int64) * (2 * F) + columns
         first = tl.load(z + offsets, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(z + offsets + F, mask=mask, other=0.0).to(tl.float32)
@@ -110,38 +106,40 @@ def _normal(x):
 
 @triton.jit
 def _value(first, second, KIND: tl.constexpr):
-    if KIND == _SWIGLU:
+    if KIND[0] == "swiglu":
         return first * _sigmoid(first) * second
-    elif KIND == _QUICK_GEGLU:
+    elif KIND[0] == "quick_geglu":
         return first * _sigmoid(_QUICK * first) * second
-    elif KIND == _SQUARED_RELU:
+    elif KIND[0] == "squared_relu":
         positive = tl.where(first <= 0.0, 0.0, first)
         return positive * positive
-    elif KIND == _GELU_ERF:
+    elif KIND[0] == "gelu_erf":
         gate, _ = _normal(first)
         return first * gate
     else:
+        tl.static_assert(KIND[0] == "gelu")
         return first * _sigmoid(first * (_LINEAR + _CUBIC * (first * first)))
 
 
 @triton.jit
 def _value_and_derivatives(first, second, KIND: tl.constexpr):
     """(activation, ∂/∂first, ∂/∂second); the last means nothing for an activation of one input."""
-    if KIND == _SWIGLU:
+    if KIND[0] == "swiglu":
         sigmoid = _sigmoid(first)
         silu = first * sigmoid
         return silu * second, second * (sigmoid + (silu - silu * sigmoid)), silu
-    elif KIND == _QUICK_GEGLU:
+    elif KIND[0] == "quick_geglu":
         sigmoid = _sigmoid(_QUICK * first)
         gated = first * sigmoid
         return gated * second, second * (sigmoid + _QUICK * (gated - gated * sigmoid)), gated
-    elif KIND == _SQUARED_RELU:
+    elif KIND[0] == "squared_relu":
         positive = tl.where(first <= 0.0, 0.0, first)  # a NaN stays one
         return positive * positive, positive + positive, positive
-    elif KIND == _GELU_ERF:
+    elif KIND[0] == "gelu_erf":
         gate, density = _normal(first)
         return first * gate, gate + first * density, gate
     else:
+        tl.static_assert(KIND[0] == "gelu")
         squared = first * first
         gate = _sigmoid(first * (_LINEAR + _CUBIC * squared))
         value = first * gate
@@ -169,7 +167,7 @@ def _activation_amax(
             g = tl.load(grad + rows.to(tl.int64) * F + columns, mask=mask, other=0.0).to(tl.float32)
             _, d_first, d_second = _value_and_derivatives(first, second, KIND)
             largest = larger_magnitude(largest, g * d_first)
-            if KIND >= _SWIGLU:
+            if KIND[1]:
                 largest = larger_magnitude(largest, g * d_second)
         else:
             largest = larger_magnitude(largest, _value(first, second, KIND))
@@ -258,7 +256,7 @@ def _grad_rows(
     """
     first = load_inside(z + z_offsets, mask, EVEN).to(tl.float32)
     second = first
-    if KIND >= _SWIGLU:
+    if KIND[1]:
         second = load_inside(z + F + z_offsets, mask, EVEN).to(tl.float32)
     g = load_inside(grad + offsets, mask, EVEN).to(tl.float32)
     value, d_first, d_second = _value_and_derivatives(first, second, KIND)
@@ -270,7 +268,7 @@ def _grad_rows(
         sums_first += g_first
     q_first = encode(g_first, inverse, FP_MAX, dtype)
     q_second = q_first
-    if KIND >= _SWIGLU:
+    if KIND[1]:
         g_second = g * d_second
         if RECORD:
             largest = larger_magnitude(largest, g_second)
@@ -302,7 +300,7 @@ def _activation_backward_tiles(
     a_inverse = reciprocal(tl.load(activation_scale))
     dtype: tl.constexpr = payload.dtype.element_ty
     a_dtype: tl.constexpr = activation_t.dtype.element_ty
-    width = 2 * F if KIND >= _SWIGLU else F
+    width = 2 * F if KIND[1] else F
     rows = 4 * tl.arange(0, TILE_M // 4)[:, None]
     columns = tl.max_contiguous(tl.arange(0, TILE_K), 8)[None, :]
     offsets = rows * F + columns
@@ -342,7 +340,7 @@ def _activation_backward_tiles(
         m0 = first_row + tile
         store_transposed(a0, a1, a2, a3, activation_t, m0, k0, T, F, TILE_M, TILE_K, EVEN)
         store_transposed(p0, p1, p2, p3, payload_t, m0, k0, T, F, TILE_M, TILE_K, EVEN)
-        if KIND >= _SWIGLU:
+        if KIND[1]:
             second_t = payload_t + tl.cast(F, tl.int64) * T
             store_transposed(s0, s1, s2, s3, second_t, m0, k0, T, F, TILE_M, TILE_K, EVEN)
     if RECORD:
@@ -352,7 +350,7 @@ def _activation_backward_tiles(
         k = k0 + tl.arange(0, TILE_K)
         base = column_sums + tl.cast(block, tl.int64) * width + k
         tl.store(base, tl.sum(sums_first, axis=0), mask=k < F)
-        if KIND >= _SWIGLU:
+        if KIND[1]:
             tl.store(base + F, tl.sum(sums_second, axis=0), mask=k < F)
     if RECORD > 1:
         if may_clamp(bits, inverse, FP_MAX):  # computed again: healthy tiles pay nothing for the count
@@ -363,58 +361,69 @@ def _activation_backward_tiles(
                     inside = (first_row + at < T) & (k0 + columns < F)
                     first = load_inside(z + at * width + columns, inside, False).to(tl.float32)
                     second = first
-                    if KIND >= _SWIGLU:
+                    if KIND[1]:
                         second = load_inside(z + F + at * width + columns, inside, False).to(tl.float32)
                     g = load_inside(grad + at * F + columns, inside, False).to(tl.float32)
                     _, d_first, d_second = _value_and_derivatives(first, second, KIND)
                     count += num_clamped(g * d_first, inverse, FP_MAX)
-                    if KIND >= _SWIGLU:
+                    if KIND[1]:
                         count += num_clamped(g * d_second, inverse, FP_MAX)
             add_clamped(amax_out, tl.sum(count))
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             add_cast(amax_out, T, width)
 
 
-def _partial_amaxes(z: Tensor, grad: Tensor | None, kind: str) -> tuple[Tensor, int]:
-    T, F = z.shape[0], z.shape[1] // INPUTS[kind]
+def _constant(activation: Activation) -> tuple[str | float, ...]:
+    """``KIND`` of the kernels: the kind, whether it is gated, and its parameters."""
+    return activation.kind, activation.row.is_gated, *activation.parameters
+
+
+def _partial_amaxes(z: Tensor, grad: Tensor | None, activation: Activation) -> tuple[Tensor, int]:
+    T, F = z.shape[0], z.shape[1] // activation.row.num_inputs
     num_tiles = cdiv(T, _ROWS) * cdiv(F, _COLUMNS)
     num_partials = min(num_tiles, MAX_PARTIALS)
     partials = torch.empty(num_partials, dtype=torch.int32, device=z.device)
     _activation_amax[(num_partials,)](
-        z, z if grad is None else grad, partials, T, F, num_tiles, _KINDS[kind], grad is not None, _ROWS, _COLUMNS,
+        z, z if grad is None else grad, partials, T, F, num_tiles, _constant(activation),
+        grad is not None, _ROWS, _COLUMNS,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
     return partials, num_partials
 
 
-def activation_amax(z: Tensor, kind: str) -> Tensor:
+def activation_amax(z: Tensor, activation: Activation) -> Tensor:
     """`reference.activation_amax`: FP32 [1]."""
-    return partials_to_amax(*_partial_amaxes(z.contiguous(), None, kind))
+    return partials_to_amax(*_partial_amaxes(z.contiguous(), None, activation))
 
 
-def activation_backward_amax(grad: Tensor, z: Tensor, kind: str) -> Tensor:
+def activation_backward_amax(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
     """`reference.activation_backward_amax`: FP32 [1]."""
-    return partials_to_amax(*_partial_amaxes(z.contiguous(), grad.contiguous(), kind))
+    return partials_to_amax(*_partial_amaxes(z.contiguous(), grad.contiguous(), activation))
 
 
 def activation_quantize(
-    z: Tensor, kind: str, dtype: torch.dtype, scale: Tensor | None, power_of_two: bool, amax_out: Tensor | None
+    z: Tensor,
+    activation: Activation,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.activation_quantize`: one launch with a given scale, two under current scaling."""
     z = z.contiguous()
-    T, F = z.shape[0], z.shape[1] // INPUTS[kind]
+    T, F = z.shape[0], z.shape[1] // activation.row.num_inputs
     payload = torch.empty((T, F), dtype=dtype, device=z.device)
     current = scale is None
     taken = room_for_scale(current, z.device)
-    partials, num_partials = _partial_amaxes(z, None, kind) if current else (z, 0)
+    partials, num_partials = _partial_amaxes(z, None, activation) if current else (z, 0)
     used = taken if scale is None else scale
     amax_taken = used if amax_out is None else amax_out
-    if INPUTS[kind] == 1:
+    if not activation.row.is_gated:
         per_program = _FLAT_TILE * _FLAT_TILES
         _flat_quantize[(cdiv(z.numel(), per_program),)](
             z, payload, used, partials, amax_taken, z.numel(), num_partials,
-            MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _KINDS[kind],
+            MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _constant(activation),
             z.numel() % per_program == 0,
             _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES, MAX_PARTIALS, num_warps=_NUM_WARPS,
             enable_fp_fusion=True,
@@ -422,7 +431,7 @@ def activation_quantize(
         return payload, taken
     _gated_quantize[(cdiv(T, _ROWS) * cdiv(F, _COLUMNS),)](
         z, payload, used, partials, amax_taken, T, F, num_partials,
-        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _KINDS[kind], _ROWS, _COLUMNS,
+        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _constant(activation), _ROWS, _COLUMNS,
         MAX_PARTIALS, num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -432,7 +441,7 @@ def activation_quantize(
 def activation_backward_quantize(
     grad: Tensor,
     z: Tensor,
-    kind: str,
+    activation: Activation,
     dtype: torch.dtype,
     scale: Tensor | None,
     power_of_two: bool,
@@ -455,10 +464,10 @@ def activation_backward_quantize(
     activation_t = torch.empty((F, T), dtype=activation_dtype, device=z.device)
     current = scale is None
     taken = room_for_scale(current, z.device)
-    partials, num_partials = _partial_amaxes(z, grad, kind) if current else (z, 0)
+    partials, num_partials = _partial_amaxes(z, grad, activation) if current else (z, 0)
     used = taken if scale is None else scale
     gated = _GATED_BACKWARD_SUMMED if column_sums else _GATED_BACKWARD
-    tile_m, num_warps, tiles, stages = gated if INPUTS[kind] == 2 else _FLAT_BACKWARD
+    tile_m, num_warps, tiles, stages = gated if activation.row.is_gated else _FLAT_BACKWARD
     blocks = cdiv(T, tiles * tile_m)
     is_even = T % (tiles * tile_m) == 0 and F % _TILE_K == 0
     sums = torch.empty((1, blocks, Z) if column_sums else (1, 1, 0), dtype=torch.float32, device=z.device)
@@ -466,7 +475,7 @@ def activation_backward_quantize(
         grad, z, payload, payload_t, activation_t, used, activation_scale, partials,
         used if amax_out is None else amax_out, sums, T, F, num_partials,
         MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, recorded(amax_out), column_sums,
-        _KINDS[kind], is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
+        _constant(activation), is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
         enable_fp_fusion=True,
     )  # fmt: skip
     return payload, payload_t, activation_t, sum_of_programs(sums)[0], taken

@@ -10,30 +10,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...activation_functions import KINDS, Activation
 from ...dtypes import FP8_DTYPES, GROUP_ROWS
-from ..activation.reference import INPUTS, activation, grad_of_input
+from ..activation.reference import activated, grad_of_input
 from ..quantize.reference import quantize_with_or_without_scale
 from ..reference import amax, encode
 from ..registration import operator
 from ..shapes import fp32, layouts, taken_scale
 
 
-def _check_activation(z: Tensor, probs: Tensor, kind: str) -> None:
-    assert z.ndim == 2 and kind in INPUTS and len(z) % GROUP_ROWS == 0, (z.shape, kind)
+def _check_activation(z: Tensor, probs: Tensor, activation: Activation) -> None:
+    assert z.ndim == 2 and activation.kind in KINDS and len(z) % GROUP_ROWS == 0, (z.shape, activation)
     assert probs.shape == z.shape[:1] and probs.dtype == torch.float32, (probs.shape, probs.dtype)
 
 
-def _check_grad(grad: Tensor, z: Tensor, probs: Tensor, kind: str) -> None:
-    _check_activation(z, probs, kind)
-    assert grad.shape == (len(z), z.shape[1] // INPUTS[kind]), (grad.shape, z.shape, kind)
+def _check_grad(grad: Tensor, z: Tensor, probs: Tensor, activation: Activation) -> None:
+    _check_activation(z, probs, activation)
+    assert grad.shape == (len(z), z.shape[1] // activation.row.num_inputs), (grad.shape, z.shape, activation)
 
 
-def _values(z: Tensor, probs: Tensor, kind: str) -> Tensor:
-    return probs[:, None] * activation(z, kind)
+def _values(z: Tensor, probs: Tensor, activation: Activation) -> Tensor:
+    return probs[:, None] * activated(z, activation)
 
 
-def _grads(grad: Tensor, z: Tensor, probs: Tensor, kind: str) -> Tensor:
-    return grad_of_input(probs[:, None] * grad.float(), z, kind)
+def _grads(grad: Tensor, z: Tensor, probs: Tensor, activation: Activation) -> Tensor:
+    return grad_of_input(probs[:, None] * grad.float(), z, activation)
 
 
 def _amax(values: Tensor, offsets: Tensor) -> Tensor:
@@ -59,21 +60,23 @@ def _cast(
 
 
 @operator(gpu=None, fake=lambda z: fp32(z, 1), check=_check_activation)
-def expert_activation_amax(z: Tensor, probs: Tensor, offsets: Tensor, kind: str) -> Tensor:
+def expert_activation_amax(z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation) -> Tensor:
     """Amax of what `expert_activation_quantize` casts, FP32 [1], without writing it."""
-    return _amax(_values(z, probs, kind), offsets)
+    return _amax(_values(z, probs, activation), offsets)
 
 
 @operator(gpu=None, fake=lambda z: fp32(z, 1), check=_check_grad)
-def expert_activation_backward_amax(grad: Tensor, z: Tensor, probs: Tensor, offsets: Tensor, kind: str) -> Tensor:
+def expert_activation_backward_amax(
+    grad: Tensor, z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation
+) -> Tensor:
     """Amax of the gradient of z that `expert_activation_backward_quantize` casts, FP32 [1], without writing it."""
-    return _amax(_grads(grad, z, probs, kind), offsets)
+    return _amax(_grads(grad, z, probs, activation), offsets)
 
 
 @operator(
     gpu=None,
-    fake=lambda z, kind, dtype, scale: (
-        z.new_empty((len(z), z.shape[1] // INPUTS[kind]), dtype=dtype),
+    fake=lambda z, activation, dtype, scale: (
+        z.new_empty((len(z), z.shape[1] // activation.row.num_inputs), dtype=dtype),
         taken_scale(z, scale),
     ),
     mutates=["amax_out"],
@@ -83,7 +86,7 @@ def expert_activation_quantize(
     z: Tensor,
     probs: Tensor,
     offsets: Tensor,
-    kind: str,
+    activation: Activation,
     dtype: torch.dtype,
     *,
     scale: Tensor | None,
@@ -101,7 +104,7 @@ def expert_activation_quantize(
         payload [R, F]; the scale taken, FP32 [1] (empty if it was given).
     """
     assert dtype in FP8_DTYPES, dtype
-    return _cast(_values(z, probs, kind), offsets, dtype, scale, power_of_two, amax_out)
+    return _cast(_values(z, probs, activation), offsets, dtype, scale, power_of_two, amax_out)
 
 
 @operator(
@@ -120,7 +123,7 @@ def expert_activation_backward_quantize(
     z: Tensor,
     probs: Tensor,
     offsets: Tensor,
-    kind: str,
+    activation: Activation,
     dtype: torch.dtype,
     *,
     scale: Tensor | None,
@@ -142,7 +145,7 @@ def expert_activation_backward_quantize(
         `activation_dtype`; the gradient of the probabilities FP32 [R]; the scale taken, FP32 [1] (empty if it was
         given).
     """
-    payload, taken = _cast(_grads(grad, z, probs, kind), offsets, dtype, scale, power_of_two, amax_out)
-    activation_t = encode(_values(z, probs, kind), activation_scale, activation_dtype).t().contiguous()
-    grad_probs = (grad.float() * activation(z, kind)).sum(dim=1)
+    payload, taken = _cast(_grads(grad, z, probs, activation), offsets, dtype, scale, power_of_two, amax_out)
+    activation_t = encode(_values(z, probs, activation), activation_scale, activation_dtype).t().contiguous()
+    grad_probs = (grad.float() * activated(z, activation)).sum(dim=1)
     return payload, payload.t().contiguous(), activation_t, grad_probs, taken

@@ -301,7 +301,7 @@ def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
         return [
             (model.position_embedding_type != "learned_absolute", positions),
             (model.normalization != "LayerNorm", f"normalization({model.normalization})"),
-            (not model.has_gelu, model.activation),
+            (not model.has_gelu, model.activation.kind),
             (model.qk_layernorm, "qk_layernorm"),
             (model.window_size is not None, f"window_size({model.window_size})"),
             (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
@@ -350,7 +350,7 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
             **values,
             "n_positions": positions,
             "n_inner": model.padded_ffn_hidden_size,
-            "activation_function": (_TANH_GELUS if model.activation == "gelu" else _EXACT_GELUS)[0],
+            "activation_function": (_TANH_GELUS if model.activation.kind == "gelu" else _EXACT_GELUS)[0],
             "embd_pdrop": model.hidden_dropout,
             "scale_attn_weights": True,
         }
