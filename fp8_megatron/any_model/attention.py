@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..dtypes import StorageDtype
 from ..nn.gemms import LinearParams
 from ..nn.module import FP8Linear, compute_dtype
 from ..nn.split_linear import fp8_split_linear
 from ..quantization.recipe import Recipe
 from ..quantization.scaled_tensor import ScaledTensor
-from .module_swap import ChildNames, keep_notes
+from .module_swap import ChildNames, Swap
 
 _Three = tuple[Tensor, Tensor, Tensor]
 
@@ -282,15 +281,8 @@ def reason_to_stay(module: torch.nn.MultiheadAttention, recipe: Recipe) -> str |
     return None
 
 
-def convert_attention(
-    name: str,
-    module: torch.nn.Module,
-    replaced: dict[torch.nn.Parameter, torch.nn.Parameter],
-    recipe: Recipe,
-    weight: StorageDtype,
-) -> dict[str, FP8Linear]:
+def convert_attention(name: str, module: torch.nn.MultiheadAttention, swap: Swap) -> dict[str, FP8Linear]:
     """Turn `module` into an `FP8MultiheadAttention`, in place. Returns its linear layers by name in the model."""
-    assert isinstance(module, torch.nn.MultiheadAttention)
     weights, params, out_proj = linear_weights(module), module._parameters, module.out_proj
     made: dict[str, FP8Linear] = {}
     for key, old in weights.items():
@@ -308,14 +300,7 @@ def convert_attention(
             layer.training = module.training
             bias = params.pop("in_proj_bias", None) if key == "in_proj" else None
             del params[f"{key}_weight"]
-        storage = weight if old.requires_grad else StorageDtype.FP8
-        value = old.detach().requires_grad_(old.requires_grad)
-        own_name = f"{name}.{key}".removeprefix(".")
-        layer.take(value, bias, recipe=recipe, weight=storage, name=own_name)
-        new = layer._parameters["weight"]
-        assert new is not None
-        keep_notes(old, new)
-        replaced[old] = new
+        swap.give_weight(layer, f"{name}.{key}".removeprefix("."), old, bias)
         made[key] = layer
     module.__class__ = FP8MultiheadAttention if "in_proj" in made else FP8SeparateAttention
     del module._modules["out_proj"]  # it follows the others, as in torch's order of parameters

@@ -15,8 +15,8 @@ from ..nn.conv1d import FP8Conv1D
 from ..nn.module import NO_TENSOR_PARALLELISM
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
-from .data_parallel import NoHook, Replication
-from .optimizer import SHARDED_SINCE, FP8Optimizer, is_sharded
+from .data_parallel import ModelHook, Replication
+from .optimizer import SHARDED_SINCE, FP8Optimizer, is_fully_sharded, is_sharded
 from .replica_hooks import MeetsForState, RefusesDDP, allow_ddp
 from .te_modules import plain_value
 from .torch_optimizers import OptimizerError, check_optimizer, look_before_steps, take_place_of, use_params
@@ -79,7 +79,7 @@ def build_optimizer(
     return built
 
 
-class _TakesUnfrozen:
+class _TakesUnfrozen(ModelHook):
     """Forward pre-hook: replicas share gradients of parameters that were unfrozen since the last forward."""
 
     def __init__(self, optimizer: FP8Optimizer) -> None:
@@ -90,12 +90,8 @@ class _TakesUnfrozen:
         if optimizer is not None and torch.is_grad_enabled():
             optimizer.take_unfrozen()
 
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        """A copied or pickled model has no optimizer: this becomes a hook that does nothing."""
-        return NoHook, ()
 
-
-class _KeepsParams:
+class _KeepsParams(ModelHook):
     """Hook behind a module's ``load_state_dict``: its own parameters are still those that the optimizer updates.
 
     Args:
@@ -107,17 +103,13 @@ class _KeepsParams:
         self._params = params
         self._optimizer = optimizer
 
-    def __call__(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
+    def __call__(self, module: torch.nn.Module, *unused: Any) -> None:
         for name, (param, name_in_model) in self._params.items():
             if module._parameters.get(name, param) is not param and self._optimizer.holds(param):
                 raise OptimizerError(
                     f"load_state_dict(assign=True) has replaced {name_in_model}, which the optimizer would not update: "
                     f"call it before initialize, or without assign"
                 )
-
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        """A copied or pickled model has no optimizer: this becomes a hook that does nothing."""
-        return NoHook, ()
 
 
 def _watch_loads(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mapping[torch.nn.Parameter, str]) -> None:
@@ -140,8 +132,11 @@ def _watch_shards(model: torch.nn.Module, optimizer: FP8Optimizer, names: Mappin
             return True
         for name, param in now.named_parameters():
             if name in held and param.requires_grad and is_sharded(param):
-                is_fsdp = any(base.__name__ == "FSDPModule" for part in now.modules() for base in type(part).__mro__)
-                since = SHARDED_SINCE if is_fsdp else f"it is a DTensor since initialize. {NO_TENSOR_PARALLELISM}"
+                since = (
+                    SHARDED_SINCE
+                    if is_fully_sharded(now)
+                    else f"it is a DTensor since initialize. {NO_TENSOR_PARALLELISM}"
+                )
                 raise OptimizerError(f"{name}: {since}")
             if name.rpartition(".")[2] == "_flat_param":
                 raise OptimizerError(

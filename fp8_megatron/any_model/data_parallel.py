@@ -75,11 +75,15 @@ def _ends(work: torch.distributed.Work, time: timedelta) -> bool:
     return True
 
 
-class NoHook:
-    """A hook that does nothing: what a pickled model has in place of hooks that know replicas."""
+class ModelHook:
+    """A hook that knows the optimizer of a model, or its replicas. A copied or pickled model has none: there it becomes
+    one that does nothing."""
 
     def __call__(self, *unused: Any) -> None:
         pass
+
+    def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
+        return ModelHook, ()
 
 
 class Replication(ModelRanks):

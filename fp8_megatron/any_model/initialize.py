@@ -20,7 +20,7 @@ from ..nn.recomputed import Recomputations
 from ..quantization.recipe import Recipe
 from .build import build_optimizer
 from .linears import LinearFilter, is_fp8, replace_linears
-from .optimizer import FP8Optimizer, is_sharded
+from .optimizer import FP8Optimizer, is_fully_sharded, is_sharded
 from .torch_optimizers import check_optimizer, check_params, look_before_steps
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def initialize(
     if isinstance(optimizer, FP8Optimizer):
         raise UserError("the optimizer is an FP8Optimizer already: initialize is called once")
     check_optimizer(optimizer)
-    if _is_fully_sharded(model):
+    if is_fully_sharded(model):
         given = {
             "recipe": recipe != "tensorwise",
             "filter": filter is not None,
@@ -207,11 +207,6 @@ def _initialize_sharded(
     sharded = build_sharded_optimizer(model, optimizer, opt_level)
     _warn_of_vain_recomputing(model, sharded)
     return sharded
-
-
-def _is_fully_sharded(model: torch.nn.Module) -> bool:
-    """Whether torch's ``fully_shard`` was called on the model or on a part of it."""
-    return any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
 
 
 def _warn_of_old_weights(

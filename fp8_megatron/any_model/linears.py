@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import get_args
 
 import torch
@@ -23,7 +23,7 @@ from ..quantization.weight_shards import stored_part
 from . import attention, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
 from .heads import language_heads
-from .module_swap import has_hooks, keep_notes
+from .module_swap import Swap, has_hooks
 from .optimizer import is_sharded
 from .report import STAYS, report
 from .te_layers import FP8LayerNormMLP
@@ -86,32 +86,33 @@ def replace_linears(
         raise ValueError("the recipe's amax history belongs to another model: give each model a recipe of its own")
     stays = _reasons_to_stay(model, recipe, filter, optimized)
     heads = language_heads(model) if recipe.roles.grad_output.takes_row_scales else set()
-    replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    swap = Swap(recipe, weight)
     slots: dict[str, list[int]] = {}
     for name, module in list(model.named_modules()):
         if is_fp8(module) or not is_linear(module):
             continue
         if name in stays:
             setattr(module, STAYS, stays[name])
-        elif te_kind(module) is not None or isinstance(module, torch.nn.MultiheadAttention):
-            convert = convert_te if te_kind(module) is not None else convert_attention
-            for own_name, layer in convert(name, module, replaced, recipe, weight).items():
-                slots[own_name] = list(layer.quantizers.slots())
-                layer.scales_grad_rows = layer in heads
+            continue
+        layers: Mapping[str, FP8Linear]
+        if te_kind(module) is not None:
+            layers = convert_te(name, module, swap)
+        elif isinstance(module, torch.nn.MultiheadAttention):
+            layers = convert_attention(name, module, swap)
         else:
-            _convert(name, module, replaced, recipe, weight)
-            assert isinstance(module, FP8Linear)
-            module.scales_grad_rows = module in heads
-            slots[name] = list(module.quantizers.slots())
+            layers = {name: _convert(name, module, swap)}
+        for own_name, layer in layers.items():
+            slots[own_name] = list(layer.quantizers.slots())
+            layer.scales_grad_rows = layer in heads
     _close_fast_paths(model)
     if recompute_activations:
         _recompute_inputs(model)
     if recipe.history is not None and slots:
         recipe.history.name_layers(slots)
-        recipe.history.allocate(next(iter(replaced.values())).device)
+        recipe.history.allocate(next(iter(swap.replaced.values())).device)
     reported = report(model)
     logger.log(logging.WARNING if reported.is_vain else logging.INFO, "%s", reported)
-    return replaced
+    return swap.replaced
 
 
 def _check_not_scripted(model: torch.nn.Module) -> None:
@@ -270,30 +271,20 @@ def _check_dtype(name: str, weight: torch.Tensor | None) -> None:
         raise ValueError(f"{name}.weight is {weight.dtype}; FP8 layers take FP32, BF16 or FP16 weights: cast the model")
 
 
-def _convert(
-    name: str,
-    module: torch.nn.Module,
-    replaced: dict[torch.nn.Parameter, torch.nn.Parameter],
-    recipe: Recipe,
-    weight: StorageDtype,
-) -> None:
-    """Turn `module` into an FP8 layer, with the new weight of its old one in `replaced`."""
+def _convert(name: str, module: torch.nn.Module, swap: Swap) -> FP8Linear:
+    """Turn `module` into an FP8 layer."""
     old, bias = module._parameters.pop("weight"), module._parameters.pop("bias", None)
     assert old is not None
     is_conv1d = _is_conv1d(module)
     if not isinstance(module, FP8Linear):
         module.__class__ = FP8Conv1D if is_conv1d else fp8_class(type(module))
         assert isinstance(module, FP8Linear)
-    storage = weight if old.requires_grad else StorageDtype.FP8
-    value = old.detach().t() if is_conv1d else old.detach()
-    module.take(value.requires_grad_(old.requires_grad), bias, recipe=recipe, weight=storage, name=name)
-    if old in replaced:
-        module.hold(replaced[old])
-        return
-    new = module._parameters["weight"]
-    assert new is not None
-    keep_notes(old, new)
-    replaced[old] = new
+    shared = swap.replaced.get(old)
+    swap.give_weight(module, name, old, bias, old.detach().t() if is_conv1d else None)
+    if shared is not None:
+        module.hold(shared)
+        swap.replaced[old] = shared
+    return module
 
 
 def _close_fast_paths(model: torch.nn.Module) -> None:

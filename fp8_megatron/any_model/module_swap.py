@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+
+from ..dtypes import StorageDtype
+from ..nn.module import FP8Linear
+from ..quantization.recipe import Recipe
 
 #: Hooks of gradients: ``register_hook`` and ``register_post_accumulate_grad_hook``.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -21,6 +27,48 @@ def keep_notes(old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
 def has_hooks(param: torch.Tensor) -> bool:
     """Whether hooks wait for the gradient of `param`."""
     return any(getattr(param, hooks) for hooks in _HOOKS)
+
+
+@dataclass
+class Swap:
+    """What the new layers of a model have in common.
+
+    Attributes:
+        recipe: how operands are scaled.
+        weight: how trained weights are stored. Frozen weights are FP8.
+        replaced: old parameter → the one in its place.
+    """
+
+    recipe: Recipe
+    weight: StorageDtype
+    replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = field(default_factory=dict)
+
+    def give_weight(
+        self,
+        layer: FP8Linear,
+        name: str,
+        old: torch.nn.Parameter,
+        bias: torch.nn.Parameter | None,
+        value: Tensor | None = None,
+        *,
+        keeps_notes: bool = True,
+    ) -> torch.nn.Parameter:
+        """Give `layer` a weight in the place of `old`, and its bias.
+
+        Args:
+            name: of the layer in the model.
+            value: of the weight; None: that of `old`.
+            keeps_notes: see `keep_notes`.
+        """
+        value = (old.detach() if value is None else value).requires_grad_(old.requires_grad)
+        storage = self.weight if old.requires_grad else StorageDtype.FP8
+        layer.take(value, bias, recipe=self.recipe, weight=storage, name=name)
+        new = layer._parameters["weight"]
+        assert new is not None
+        if keeps_notes:
+            keep_notes(old, new)
+        self.replaced[old] = new
+        return new
 
 
 class ChildNames(torch.nn.Module):

@@ -99,21 +99,14 @@ class FP8Optimizer(SpaceOptimizer):
         self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter]]] = []
         self._frozen: list[LocalParam] = []
         device = next(iter(names)).device
-        self._transposed = transposed
+        self._transposed = frozenset(transposed)
         super().__init__(param_groups, defaults, rule=rule, storage=storage, histories=histories, device=device)
         self._values = {}  # the masters hold them
 
     def _before_groups(self) -> None:
         self._skipped = SkippedSteps(self.device, self._histories, self._bad_gradients)
-        self._whole = OptimizerStateDict(
-            self._spaces,
-            self._params,
-            self._numbers,
-            self._skipped.num,
-            self._histories,
-            ranks=self._ranks,
-            transposed=self._transposed,
-        )
+        parts = (self._spaces, self._params, self._numbers, self._skipped.num, self._histories, self._ranks)
+        self._whole = OptimizerStateDict(*parts)
 
     @property
     def spaces(self) -> Sequence[ModelSpace]:
@@ -130,6 +123,8 @@ class FP8Optimizer(SpaceOptimizer):
         params = [
             self._ranks.local_param(self._names[param], param, rule) for param in param_group["params"] if param.numel()
         ]
+        for one in params:
+            one.is_transposed = one.param in self._transposed
         self._frozen += [one for one in params if not one.param.requires_grad]
         self._add_spaces([one for one in params if one.param.requires_grad], param_group)
 
@@ -499,6 +494,11 @@ def _value_of(param: torch.nn.Parameter) -> Tensor:
 def is_sharded(param: Tensor) -> bool:
     """Whether `param` is one that torch's ``fully_shard`` has made."""
     return any(base.__name__ == "DTensor" for base in type(param).__mro__)
+
+
+def is_fully_sharded(model: torch.nn.Module) -> bool:
+    """Whether torch's ``fully_shard`` was called on the model or on a part of it."""
+    return any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
 
 
 def _num_ranks() -> int | None:

@@ -1,7 +1,7 @@
 """One parameter: what this rank has of it, and its entry in the optimizer's state dict.
 
 An entry has the ``step``, the states of the update rule by their names, and ``master_weight``, in their storage dtypes
-and the parameter's shape, which is the transpose for GPT-2's ``Conv1D`` (`torchs_order`). A dtype with scales has
+and the parameter's shape, which is the transpose for GPT-2's ``Conv1D``. A dtype with scales has
 ``…_payload`` and ``…_scale`` (FP32, one for each `STATE_BLOCK` elements) in their place, so that torch's own optimizers
 do not take payloads for values. The master is left out where the parameter itself holds it (FP32). Over replicas every
 rank has a part of each entry, and the parts are gathered.
@@ -41,7 +41,10 @@ class LocalParam:
         param: the user's parameter.
         rule: how it is updated.
         rows: what the optimizer updates.
+        is_transposed: it is [out, in], and [in, out] in the model that the user had (GPT-2's ``Conv1D``).
     """
+
+    is_transposed = False
 
     def __init__(self, name: str, param: torch.nn.Parameter, rule: UpdateRule) -> None:
         self.name, self.param, self.rule = name, param, rule
@@ -78,11 +81,21 @@ class LocalParam:
 
     def to_global(self, entry: Entry) -> Entry:
         """This rank's entry as state dicts have it."""
-        return entry
+        return self._turned(entry)
 
     def to_local(self, entry: Entry) -> Entry:
         """This rank's part of an entry of a state dict."""
-        return entry
+        return self._turned(entry)
+
+    def _turned(self, entry: Entry) -> Entry:
+        """The entry with values as the model that the user had has them, if the weight was transposed; and back.
+
+        Payloads stay: their scales are for blocks of the weight as it is stored.
+        """
+        if not self.is_transposed:
+            return entry
+        names = state_names(self.rule)
+        return {key: value.t() if key in names and isinstance(value, Tensor) else value for key, value in entry.items()}
 
 
 def state_keys(rule: UpdateRule) -> frozenset[str]:
@@ -115,16 +128,6 @@ def _no_values(name: str) -> OptimizerError:
         f"optimizer.state[…] has names without values, so {name!r} is not read or set there: read "
         f"optimizer.state_dict(), set with load_state_dict, and start anew with optimizer.state.clear()"
     )
-
-
-def torchs_order(rule: UpdateRule, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of a weight that the model had transposed, with values as that model has them; and back.
-
-    Payloads stay: their scales are for blocks of the weight as it is stored.
-    """
-    names = state_names(rule)
-    turned = {key: value.t() for key, value in entry.items() if key in names and isinstance(value, Tensor)}
-    return {**entry, **turned}
 
 
 def stored_state(state: SpaceState) -> dict[str, StateTensor]:

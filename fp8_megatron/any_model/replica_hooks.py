@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..nn.module import FP8Linear
 from ..quantization.scaled_tensor import ScaledTensor
-from .data_parallel import NoHook, ReplicaError, Replication
+from .data_parallel import ModelHook, ReplicaError, Replication
 from .gradients import ParamGrad, ReadableGradBuffer
 from .te_layers import FP8LayerNormMLP
 
@@ -39,17 +39,15 @@ def allow_ddp(model: torch.nn.Module, buffers: Sequence[ReadableGradBuffer], rep
         free = [grad for buffer in buffers for grad in buffer.gradients if grad.param in biases]
     kept = min(free, key=lambda grad: (grad.param.ndim > 1, grad.param.numel()), default=None)
     model._ddp_params_and_buffers_to_ignore = _LeftOut(model, kept)  # type: ignore[assignment]
-    model.register_forward_pre_hook(_RefusesOlderDDP(kept))
-    if kept is not None:
-        model.register_forward_pre_hook(_SeesDDP(kept, replication))
+    model.register_forward_pre_hook(_FollowsDDP(kept, replication))
 
 
 class _LeftOut:
     """The names of the parameters that torch's DDP leaves out: those of the FP8 optimizer, FP8 weights, frozen ones. It
     asks once, when it wraps the model.
 
-    From then on the gradient that it keeps is left to it, until `_SeesDDP` sees a forward without it. A compiled model
-    runs no such hook.
+    From then on the gradient that it keeps is left to it, until `_FollowsDDP` sees a forward without it. A compiled
+    model runs no such hook.
 
     Raises:
         ReplicaError: nothing would be left for DDP, in a model of FP8 layers without a bias.
@@ -108,69 +106,43 @@ class RefusesDDP:
         return list, ()
 
 
-class _RefusesOlderDDP:
-    """Forward pre-hook: refuses a torch DDP that wrapped the model before `initialize` replaced its parameters.
+class _FollowsDDP(ModelHook):
+    """Forward pre-hook: whether torch's DDP runs the model, and so reduces the gradient that it keeps; and whether it
+    does so inside of its ``no_sync``. DDP, too, asks in forward.
 
     Args:
         kept: the gradient that a DDP around the model reduces.
 
     Raises:
-        ReplicaError: such a DDP runs the model.
+        ReplicaError: DDP wrapped the model before `initialize` replaced its parameters, or is inside of ``join()``; or
+            the step is recorded.
     """
 
-    def __init__(self, kept: ParamGrad | None) -> None:
-        self._kept = None if kept is None else kept.param
+    def __init__(self, kept: ParamGrad | None, replication: Replication | None) -> None:
+        self._kept = kept
+        self._replication = replication
         self._accepted: weakref.ref[torch.nn.Module] | None = None
 
     def __call__(self, *unused: Any) -> None:
         if torch.compiler.is_compiling():
             return
         ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-        if ddp is None or (self._accepted is not None and self._accepted() is ddp):
+        if ddp is not None and (self._accepted is None or self._accepted() is not ddp):
+            self._check_age(ddp)
+            self._accepted = weakref.ref(ddp)
+        kept, replication = self._kept, self._replication
+        if kept is None:
             return
-        held = set(ddp.module.parameters())
-        if any(
-            param not in held or (param is not self._kept and getattr(param, "main_grad", None) is not None)
-            for param in ddp._module_parameters
-        ):
-            raise ReplicaError(
-                "torch's DDP wrapped the model before initialize, and would reduce its old parameters: call initialize "
-                "first, then wrap it (PyTorch Lightning wraps before configure_optimizers: call initialize in "
-                "configure_model)"
-            )
-        self._accepted = weakref.ref(ddp)
-
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
-        return NoHook, ()
-
-
-class _SeesDDP:
-    """Forward pre-hook: whether torch's DDP runs the model, and so reduces the gradient that it keeps; and whether it
-    does so inside of its ``no_sync``. DDP, too, asks in forward.
-
-    Raises:
-        ReplicaError: DDP is inside of ``join()``.
-    """
-
-    def __init__(self, kept: ParamGrad, replication: Replication | None) -> None:
-        self._kept = kept
-        self._replication = replication
-
-    def __call__(self, *unused: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        ddp = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None and self._replication is not None and self._replication.is_recorded:
+        if ddp is not None and replication is not None and replication.is_recorded:
             raise ReplicaError(
                 "torch's DDP reduces gradients during backward, which record_step cannot record: call the model of "
                 "initialize itself, which shares its gradients without DDP"
             )
-        self._kept.is_left_to_others = ddp is not None
+        kept.is_left_to_others = ddp is not None
         if ddp is not None and torch.is_grad_enabled():  # one replica alone may evaluate
-            self._kept.leave_to_others()
-        if self._replication is not None and torch.is_grad_enabled():
-            self._replication.ddp_holds_back = ddp is not None and not ddp.require_backward_grad_sync
+            kept.leave_to_others()
+        if replication is not None and torch.is_grad_enabled():
+            replication.ddp_holds_back = ddp is not None and not ddp.require_backward_grad_sync
             if ddp is not None and ddp._join_config.enable and not ddp._join_config.throw_on_early_termination:
                 raise ReplicaError(
                     "join() of torch's DDP lets a rank without data answer for DDP alone; the others would wait for "
@@ -178,12 +150,20 @@ class _SeesDDP:
                     "even_batches=True), or end all at the first: join(throw_on_early_termination=True)"
                 )
 
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
-        return NoHook, ()
+    def _check_age(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+        held, kept = set(ddp.module.parameters()), None if self._kept is None else self._kept.param
+        if any(
+            param not in held or (param is not kept and getattr(param, "main_grad", None) is not None)
+            for param in ddp._module_parameters
+        ):
+            raise ReplicaError(
+                "torch's DDP wrapped the model before initialize, and would reduce its old parameters: call initialize "
+                "first, then wrap it (PyTorch Lightning wraps before configure_optimizers: call initialize in "
+                "configure_model)"
+            )
 
 
-class MeetsForState:
+class MeetsForState(ModelHook):
     """State-dict pre-hook: the replicas meet, because a weight's value is gathered from shards of its master.
 
     Args:
@@ -202,7 +182,3 @@ class MeetsForState:
         """Wait for the other replicas, which do `what` too."""
         if not self._is_consolidated():
             self._replication.meet(what)
-
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        """A copied or pickled model has no replicas: this becomes a hook that does nothing."""
-        return NoHook, ()

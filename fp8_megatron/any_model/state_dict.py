@@ -30,7 +30,6 @@ from .param_state import (
     load_param_state,
     param_state,
     state_keys,
-    torchs_order,
 )
 from .torch_optimizers import OptimizerError
 
@@ -55,7 +54,6 @@ class OptimizerStateDict:
         num_skipped: FP32 [1], steps that changed nothing.
         histories: delayed scales of the model's casts.
         ranks: how the model lies on ranks.
-        transposed: weights [out, in] that are [in, out] in the model that the user had.
     """
 
     def __init__(
@@ -65,9 +63,7 @@ class OptimizerStateDict:
         numbers: StepNumbers,
         num_skipped: Tensor,
         histories: Sequence[AmaxHistory],
-        *,
         ranks: ModelRanks,
-        transposed: Iterable[Tensor] = (),
     ) -> None:
         self._spaces = spaces
         self._params = params
@@ -75,7 +71,6 @@ class OptimizerStateDict:
         self._num_skipped = num_skipped
         self._histories = histories
         self._ranks = ranks
-        self._transposed = frozenset(transposed)
         self._consolidated: Entries | None = None
         self._is_consolidated = False
 
@@ -113,8 +108,7 @@ class OptimizerStateDict:
                 "consolidate_state_dict(to=None) on every rank"
             )
         entries = self._collect(groups) if consolidated is None else {key: {**one} for key, one in consolidated.items()}
-        packed = _packed(groups)
-        return {"state": self._turned(entries, groups, packed), "param_groups": packed}
+        return {"state": entries, "param_groups": _packed(groups)}
 
     def _collect(self, groups: Groups) -> Entries:
         """The entries by the parameters' numbers, with weights as they are stored."""
@@ -137,23 +131,6 @@ class OptimizerStateDict:
         for index, history in enumerate(self._histories):
             run |= {f"delayed_{index}_{key}": tensor.clone() for key, tensor in history.state_dict().items()}
         return run
-
-    def _turned(self, entries: Mapping[Any, dict[str, Any]], groups: Groups, numbered: Groups) -> Entries:
-        """State as the model has it whose weights were transposed, or back.
-
-        Args:
-            numbered: groups with the entries' numbers in place of parameters.
-        """
-        params = [param for group in groups for param in group["params"]]
-        turned = {
-            number: self._params[param].rule
-            for param, number in zip(params, _numbers_of(numbered), strict=False)
-            if param in self._transposed and param in self._params
-        }
-        return {
-            number: torchs_order(turned[number], entry) if number in turned else entry
-            for number, entry in entries.items()
-        }
 
     @property
     def is_consolidated(self) -> bool:
@@ -215,7 +192,7 @@ class OptimizerStateDict:
         for space in self._spaces[:1]:
             _check_groups(space.state.rule, saved_groups)
         present = {number: _present(entry) for number, entry in state_dict["state"].items()}
-        entries = self._matched(self._turned(present, groups, saved_groups), groups, saved_groups)
+        entries = self._matched(present, groups, saved_groups)
         for space in self._spaces:
             rule = space.state.rule
             for slot, one in zip(space.space.slots, space.params, strict=True):

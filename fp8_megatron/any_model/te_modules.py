@@ -12,18 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import StorageDtype
 from ..errors import UserError
 from ..quantization.recipe import Recipe
-from .module_swap import has_hooks, keep_notes
+from .module_swap import Swap, has_hooks
 from .te_layers import ACTIVATIONS, FP8LayerNormLinear, FP8LayerNormMLP, FP8TELinear, NormSettings
 
 #: The modules that become FP8.
 _KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP")
 #: Modules with linear weights that do not.
 _OTHER_KINDS = ("GroupedLinear", "BasicLinear")
-#: Old parameter → the one in its place.
-Replaced = dict[torch.nn.Parameter, torch.nn.Parameter]
 
 
 def te_kind(module: torch.nn.Module) -> str | None:
@@ -122,13 +119,10 @@ def _is_quantized(param: Tensor) -> bool:
     return any(base.__name__ == "QuantizedTensor" for base in type(param).__mro__)
 
 
-def convert_te(
-    name: str, module: torch.nn.Module, replaced: Replaced, recipe: Recipe, weight: StorageDtype
-) -> dict[str, FP8TELinear]:
+def convert_te(name: str, module: torch.nn.Module, swap: Swap) -> dict[str, FP8TELinear]:
     """Turn `module` into its FP8 counterpart, in place. Returns its linear layers by their names in the model.
 
-    Args:
-        replaced: gets old → new of weights, and of the parts of a bias.
+    Parts of a bias that become one are in ``swap.replaced``, too.
     """
     kind, old = te_kind(module), dict(module.__dict__)
     params: dict[str, Any] = dict(module._parameters)
@@ -150,7 +144,7 @@ def convert_te(
             layer = FP8TELinear.__new__(FP8TELinear)
             torch.nn.Module.__init__(layer)
             layer.training = module.training
-            _take(layer, f"{name}.{fc}", [params[f"{fc}_weight"]], [params.get(f"{fc}_bias")], replaced, recipe, weight)
+            _take(layer, f"{name}.{fc}", [params[f"{fc}_weight"]], [params.get(f"{fc}_bias")], swap)
             setattr(module, fc, layer)
         module.fc2.returns_bias = old.get("return_bias", False)
         module.norm, module.activation = norm, old["activation"]
@@ -164,7 +158,7 @@ def convert_te(
         sizes = [len(params[one]) for one in names]
         module.parts = tuple((one.removesuffix("_weight"), size) for one, size in zip(names, sizes, strict=True))
     biases = [params.get(one) for one in old.get("bias_names", ["bias"])]
-    _take(module, name, [params[one] for one in names], biases, replaced, recipe, weight)
+    _take(module, name, [params[one] for one in names], biases, swap)
     module.returns_bias = old.get("return_bias", False)
     if isinstance(module, FP8LayerNormLinear):
         module.norm, module.returns_norm = norm, old.get("return_layernorm_output", False)
@@ -176,22 +170,15 @@ def _take(
     name: str,
     weights: Sequence[torch.nn.Parameter],
     biases: Sequence[torch.nn.Parameter | None],
-    replaced: Replaced,
-    recipe: Recipe,
-    storage: StorageDtype,
+    swap: Swap,
 ) -> None:
     """Give `layer` its weight and its bias. Parts of them are joined."""
-    is_trained = weights[0].requires_grad
     value = torch.cat([plain_value(part) for part in weights]) if len(weights) > 1 else plain_value(weights[0])
-    value = value.to(weights[0].dtype).requires_grad_(is_trained)
     given = [bias for bias in biases if bias is not None]
     bias = given[0] if given else None
     if len(given) > 1:
         bias = torch.nn.Parameter(torch.cat([part.detach() for part in given]), given[0].requires_grad)
-        replaced.update(dict.fromkeys(given, bias))
-    layer.take(value, bias, recipe=recipe, weight=storage if is_trained else StorageDtype.FP8, name=name)
-    new = layer._parameters["weight"]
-    assert new is not None
-    if not _is_quantized(weights[0]):  # its attributes are its storage
-        keep_notes(weights[0], new)
-    replaced.update(dict.fromkeys(weights, new))
+        swap.replaced.update(dict.fromkeys(given, bias))
+    keeps_notes = not _is_quantized(weights[0])  # whose attributes are its storage
+    new = swap.give_weight(layer, name, weights[0], bias, value.to(weights[0].dtype), keeps_notes=keeps_notes)
+    swap.replaced.update(dict.fromkeys(weights, new))

@@ -8,7 +8,7 @@ in which form, where, and what happens when a gradient is complete:
   the mean.
 - `released_grads.ReleasedGradBuffer`, one replica: no storage, the optimizer takes each gradient as it is written. A
   model that is evaluated has one from which nobody takes any.
-- `any_model.dtensor_grads.DTensorGradBuffer`: torch's ``fully_shard`` stores them in ``p.grad``.
+- `any_model.fsdp.DTensorGradBuffer`: torch's ``fully_shard`` stores them in ``p.grad``.
 
 A layer asks for the place of a weight's gradient, its GEMM writes there, and the layer says so: `Gradient.place`,
 `Gradient.written`. Where there is no one place, and for all other parameters, it gives the values: `accumulate_`.
