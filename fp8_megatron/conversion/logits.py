@@ -75,7 +75,13 @@ def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
     )
     module = GPTModel(
         fp32,
-        block_submodules([None], [None], Attention("math", has_norms=model.qk_layernorm), model.activation),
+        block_submodules(
+            [None],
+            [None],
+            Attention("math", has_norms=model.qk_layernorm),
+            model.activation,
+            have_experts=[model.num_experts is not None],
+        ),
         vocab_size=num_rows,
         **gpt_arguments(model),
     )

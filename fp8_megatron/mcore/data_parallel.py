@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..sharding.data_parallel import DataParallelModule, finish_gradients
 from ..sharding.gradient import GradBuffer
+from .moe import routers_of
 
 
 class FP8DataParallel(_BaseDataParallel):
@@ -16,11 +17,13 @@ class FP8DataParallel(_BaseDataParallel):
 
     Attributes:
         data_parallel: does the work.
+        routers: of its layers with experts.
     """
 
     def __init__(self, config: TransformerConfig, data_parallel: DataParallelModule) -> None:
         super().__init__(config=config, module=data_parallel.module)
         self.data_parallel = data_parallel
+        self.routers = routers_of(data_parallel.module)
 
     @property
     def grad_buffers(self) -> list[GradBuffer]:
@@ -29,6 +32,8 @@ class FP8DataParallel(_BaseDataParallel):
 
     def zero_grad_buffer(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
         """Start a step: the next gradients overwrite the last step's."""
+        for router in self.routers:
+            router.start_step()
         self.data_parallel.reset(measures_underflow=measures_underflow, num_micro_batches=num_micro_batches)
 
     def finish_grad_sync(self, *unused: Any, **unused_kwargs: Any) -> None:
@@ -51,3 +56,6 @@ def finalize_model_grads(model: list[FP8DataParallel], num_tokens: object = None
         num_tokens: unused, like megatron-core's groups and ``force_all_reduce``; it is for losses per token.
     """
     finish_gradients([chunk.data_parallel for chunk in model])
+    for chunk in model:
+        for router in chunk.routers:
+            router.update_expert_bias()

@@ -11,6 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from ..config.schema import Config, ModelConfig
 from ..dtypes import E4M3
-from ..errors import UserError
 from ..nn.chunked_loss import TokenLoss, loss_in_chunks
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
@@ -208,8 +208,6 @@ class _ChunkBuilder:
     ) -> tuple[TransformerBlockSubmodules, Sequence[LayerLinks | None]]:
         """What the chunk's layers are, and their links."""
         config, model = self.config, self.config.model
-        if model.num_experts is not None:
-            raise UserError(f"num_experts({model.num_experts}): layers with experts are planned, not built; drop it")
         if self.is_te:
             return te_block_submodules(len(layers), qk_layernorm=model.qk_layernorm), []
         recipes = [recipe if config.is_fp8_layer(layer) else None for layer in layers]
@@ -221,6 +219,7 @@ class _ChunkBuilder:
             model.activation,
             defers_final_norm=config.has_fp8_lm_head,
             mlp_chunks=config.training.mlp_chunks_for_training,
+            have_experts=[layer in model.expert_layers for layer in layers],
         )
         return submodules, links
 
@@ -304,11 +303,11 @@ def _tag_vocab_parallel(module: GPTModel) -> None:
             weight.tensor_model_parallel = True
             weight.partition_dim = 1 if isinstance(child, RowParallelLinear) else 0
             weight.partition_stride = getattr(weight, "partition_stride", 1)
-    for layer in module.decoder.layers:
-        if module.config.gated_linear_unit:
-            layer.mlp.linear_fc1.weight.partition_stride = 2
-            if layer.mlp.linear_fc1.bias is not None:
-                layer.mlp.linear_fc1.bias.partition_stride = 2
+    for mlp in module.modules():
+        if isinstance(mlp, MLP) and module.config.gated_linear_unit:
+            mlp.linear_fc1.weight.partition_stride = 2
+            if mlp.linear_fc1.bias is not None:
+                mlp.linear_fc1.bias.partition_stride = 2
     for param in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(param)
 

@@ -28,6 +28,7 @@ from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
 from .mlp import FP8MLP, ChunkedMLP, HalfMLP
+from .moe import MixtureOfExperts
 from .norm import DeferredNorm, HeadNorm, Norm
 from .self_attention import FP8CoreAttention, FP8SelfAttention, RotarySelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
@@ -58,6 +59,7 @@ def layer_spec(
     activation: Activation,
     *,
     mlp_chunks: int = 1,
+    has_experts: bool = False,
 ) -> ModuleSpec:
     """One transformer layer. Linear layers are FP8 with `recipe`, or megatron-core's own in BF16 if it is None.
 
@@ -65,32 +67,42 @@ def layer_spec(
         links: the layer's links; None in BF16.
         activation: of the MLP.
         mlp_chunks: chunks of a sequence that the MLP computes one after another.
+        has_experts: a mixture of experts is in the place of the MLP.
     """
     if recipe is None or links is None:
         assert recipe is None and links is None, (recipe, links)
-        return _half_layer(attention, mlp_chunks)
-    return _fp8_layer(recipe, links, attention, activation, mlp_chunks)
+        return _half_layer(attention, activation, mlp_chunks, has_experts)
+    return _fp8_layer(recipe, links, attention, activation, mlp_chunks, has_experts)
 
 
-def _half_layer(attention: Attention, mlp_chunks: int) -> ModuleSpec:
+def _half_layer(attention: Attention, activation: Activation, mlp_chunks: int, has_experts: bool) -> ModuleSpec:
     """A 16-bit layer."""
     column, row = ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
+    submodules = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    mlp = _half_mlp(submodules, mlp_chunks)
+    if has_experts:
+        mlp = _experts(None, LayerLinks(), activation, submodules)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=HalfTransformerLayer if has_experts else TransformerLayer,
         submodules=_submodules(
             ModuleSpec(
                 module=RotarySelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=_attention(column, _core_attention(attention), row, _head_norm(attention)),
             ),
-            _half_mlp(MLPSubmodules(linear_fc1=column, linear_fc2=row), mlp_chunks),
+            mlp,
             (Norm, Norm),
         ),
     )
 
 
 def _fp8_layer(
-    recipe: Recipe, links: LayerLinks, attention: Attention, activation: Activation, mlp_chunks: int
+    recipe: Recipe,
+    links: LayerLinks,
+    attention: Attention,
+    activation: Activation,
+    mlp_chunks: int,
+    has_experts: bool,
 ) -> ModuleSpec:
     """A layer with FP8 linear layers."""
     core_attention = _core_attention(attention)
@@ -104,6 +116,16 @@ def _fp8_layer(
         return ModuleSpec(module=FP8RowParallelLinear, params={"recipe": recipe, "links": own, **params})
 
     front = None if links.front is None else links.front.early_cast
+    mlp = ModuleSpec(
+        module=FP8MLP,
+        params={"activation": activation, "num_chunks": mlp_chunks},
+        submodules=MLPSubmodules(linear_fc1=column_of(links.fc1), linear_fc2=row_of(links.fc2)),
+    )
+    if has_experts:
+        own = [LinearLinks(keeps_transpose=links.fc1.kept_transpose is not None) for _ in range(2)]
+        mlp = _experts(
+            recipe, links, activation, MLPSubmodules(linear_fc1=column_of(own[0]), linear_fc2=row_of(own[1]))
+        )
     return ModuleSpec(
         module=FP8TransformerLayer,
         params={"links": links},
@@ -119,11 +141,7 @@ def _fp8_layer(
                     _head_norm(attention),
                 ),
             ),
-            ModuleSpec(
-                module=FP8MLP,
-                params={"activation": activation, "num_chunks": mlp_chunks},
-                submodules=MLPSubmodules(linear_fc1=column_of(links.fc1), linear_fc2=row_of(links.fc2)),
-            ),
+            mlp,
             (_norm_before(front), _norm_before(links.proj.early_cast)),
         ),
     )
@@ -145,6 +163,14 @@ def _half_mlp(submodules: MLPSubmodules, num_chunks: int) -> ModuleSpec:
     if num_chunks == 1:
         return ModuleSpec(module=HalfMLP, submodules=submodules)
     return ModuleSpec(module=ChunkedMLP, params={"num_chunks": num_chunks}, submodules=submodules)
+
+
+def _experts(
+    recipe: Recipe | None, links: LayerLinks, activation: Activation, shared_expert: MLPSubmodules
+) -> ModuleSpec:
+    """A mixture of experts; `shared_expert` are the projections of its shared expert, if the configuration has one."""
+    params = {"recipe": recipe, "activation": activation, "fc1": links.fc1, "fc2": links.fc2}
+    return ModuleSpec(module=MixtureOfExperts, params={**params, "shared_expert": shared_expert})
 
 
 def _norm_before(receiver: EarlyCast | None) -> ModuleSpec:
@@ -197,11 +223,13 @@ def block_submodules(
     *,
     defers_final_norm: bool = False,
     mlp_chunks: int = 1,
+    have_experts: Sequence[bool],
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk, each with its own recipe and links, and the final norm.
 
     Args:
         attention, activation, mlp_chunks: see `layer_spec`.
+        have_experts: of each layer, `layer_spec`'s ``has_experts``.
         defers_final_norm: the LM head computes it (see `nn.lm_head`).
     """
     final_norm: ModuleSpec | type = Norm
@@ -211,8 +239,8 @@ def block_submodules(
         final_norm = ModuleSpec(module=DeferredNorm, params={"receiver": receiver})
     return TransformerBlockSubmodules(
         layer_specs=[
-            layer_spec(recipe, own, attention, activation, mlp_chunks=mlp_chunks)
-            for recipe, own in zip(layer_recipes, links, strict=True)
+            layer_spec(recipe, own, attention, activation, mlp_chunks=mlp_chunks, has_experts=has_experts)
+            for recipe, own, has_experts in zip(layer_recipes, links, have_experts, strict=True)
         ],
         layer_norm=final_norm,
     )
@@ -241,11 +269,12 @@ class FP8TransformerLayer(TransformerLayer):
         # megatron-core passes the right arguments only to its own MLP classes.
         own = replace(submodules, mlp=IdentityOp)
         super().__init__(config, own, *args, pg_collection=pg_collection, **kwargs)
-        self.mlp = build_module(submodules.mlp, config=config, tp_group=pg_collection.tp)
+        self.mlp = _built_mlp(submodules.mlp, config, pg_collection, self.layer_number)
         assert isinstance(self.input_layernorm, Norm) and isinstance(self.pre_mlp_layernorm, Norm)
-        assert isinstance(self.self_attention, FP8SelfAttention) and isinstance(self.mlp, FP8MLP)
+        assert isinstance(self.self_attention, FP8SelfAttention)
         self.self_attention.fuse_norm(self.input_layernorm)
-        self.mlp.fuse_norm(self.pre_mlp_layernorm)
+        if isinstance(self.mlp, FP8MLP):
+            self.mlp.fuse_norm(self.pre_mlp_layernorm)
         self._residual = links.residual
 
     def _forward_attention(
@@ -263,7 +292,10 @@ class FP8TransformerLayer(TransformerLayer):
         return self._add(output, bias, self._residual.take(), self.self_attn_bda), context
 
     def _forward_mlp(self, hidden_states: Tensor, *unused: Any, **unused_kwargs: Any) -> Tensor:
-        output, bias, residual = self.mlp(hidden_states)
+        if isinstance(self.mlp, FP8MLP):
+            output, bias, residual = self.mlp(hidden_states)
+        else:
+            (output, bias), residual = self.mlp(self.pre_mlp_layernorm(hidden_states)), hidden_states
         return self._add(output, bias, residual, self.mlp_bda)
 
     def _add(self, output: Tensor, bias: Tensor | None, residual: Tensor | None, bias_dropout_add: Any) -> Tensor:
@@ -274,3 +306,32 @@ class FP8TransformerLayer(TransformerLayer):
             return residual + output
         fused = self.config.bias_dropout_fusion
         return bias_dropout_add(self.training, fused)((output, bias), residual, self.hidden_dropout)
+
+
+class HalfTransformerLayer(TransformerLayer):
+    """megatron-core's layer with a mixture of experts in the place of its MLP. Its arguments are megatron-core's."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *args: Any,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: Any,
+    ) -> None:
+        own = replace(submodules, mlp=IdentityOp)
+        super().__init__(config, own, *args, pg_collection=pg_collection, **kwargs)
+        self.mlp = _built_mlp(submodules.mlp, config, pg_collection, self.layer_number)
+
+
+def _built_mlp(
+    spec: ModuleSpec | type, config: TransformerConfig, groups: ProcessGroupCollection, layer_number: int
+) -> torch.nn.Module:
+    """What follows attention in a layer."""
+    assert isinstance(spec, ModuleSpec)
+    if spec.module is not MixtureOfExperts:
+        mlp: torch.nn.Module = build_module(spec, config=config, tp_group=groups.tp)
+        return mlp
+    mixture: MixtureOfExperts = build_module(spec, config=config, pg_collection=groups)
+    mixture.set_layer_number(layer_number)
+    return mixture

@@ -23,7 +23,7 @@ from ..kernels import ops
 from ..kernels.ops import Groups
 from ..quantization import unfused
 from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.sources import ExpertActivationGradSource, ExpertActivationSource, GradSource, TensorSource
+from ..quantization.sources import ExpertActivationGradSource, ExpertActivationSource, TensorSource
 from ..quantization.weight_grad import WeightGrad
 from .first_order import once_differentiable
 from .gemms import LinearParams, delivered_wgrad, transposed_weight, weight_operand
@@ -90,7 +90,7 @@ class _FP8Experts(torch.autograd.Function):
         payload, scale, z, row_probs, hidden_scale, *routed = ctx.saved_tensors
         fc1, fc2, groups = ctx.fc1, ctx.fc2, Groups(*routed)
         dtype, offsets = grad_output.dtype, groups.offsets
-        grad = fc2.quantizers.grad_output.quantize(GradSource(grad_output.contiguous(), transposed=False)).operand
+        grad = fc2.cast_grad(grad_output.contiguous(), transposed=False)[0].whole()
         rows = grad.gather(groups, transposed=True)
         source = ExpertActivationGradSource(
             rows.multiply_groups(transposed_weight(fc2), offsets),

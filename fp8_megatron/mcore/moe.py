@@ -1,0 +1,280 @@
+"""A mixture of experts in megatron-core's layers: router, experts and a shared expert, in the place of an MLP."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
+from megatron.core.transformer.moe.router import Router as BaseRouter
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ..activation_functions import Activation
+from ..dtypes import E4M3
+from ..nn.experts import experts, fp8_experts, grouped_by_expert
+from ..nn.gemms import LinearParams
+from ..nn.links import LinearLinks
+from ..quantization.recipe import LinearQuantizers, Recipe
+from ..quantization.scaled_tensor import ScaledTensor
+from .tensor_parallel import as_scaled
+
+
+class Router(TopKRouter):
+    """megatron-core's router, on every device, with its numbers of a step.
+
+    Attributes:
+        load: FP32 [E], tokens that the step sent to each expert on this rank.
+        losses: name → FP32 [], the sum of each auxiliary loss over the step's micro-batches.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        BaseRouter.__init__(self, config=config, pg_collection=pg_collection)  # TopKRouter's makes buffers with CUDA
+        device, count = _device(config), config.num_moe_experts
+        self.weight = torch.nn.Parameter(
+            torch.empty(count, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.topk = config.moe_router_topk
+        self.routing_type = config.moe_router_load_balancing_type
+        self.score_function = config.moe_router_score_function
+        self.enable_expert_bias = config.moe_router_enable_expert_bias
+        self.input_jitter = self.router_replay = self.local_tokens_per_expert = None
+        self.register_buffer("load", torch.zeros(count, device=device), persistent=False)
+        bias = torch.zeros(count, device=device) if self.enable_expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        has_global_loss = self.get_aux_loss_coeff("global_aux_loss") > 0
+        for name, shape in (("global_tokens_per_expert", (count,)), ("ga_steps", ())):
+            value = torch.zeros(shape, device=device) if has_global_loss else None
+            self.register_buffer(name, value, persistent=False)
+        self.losses: dict[str, Tensor] = {}
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[s, b, H] → probabilities FP32 [s · b, E] and which experts each token goes to, bool [s · b, E]."""
+        self._maintain_float32_expert_bias()
+        logits = self.gating(self.apply_input_jitter(input))
+        if self.config.moe_router_force_load_balancing:
+            logits = logits + (torch.randn_like(logits) - logits).detach()
+        probs, routing_map = self.routing(logits)
+        return probs.float(), routing_map
+
+    def gating(self, input: Tensor) -> Tensor:
+        """The logits [s, b, E], in the router's dtype."""
+        dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
+        logits: Tensor = _Gating.apply(input, self.weight, dtype)
+        return logits
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach the z-loss to the logits."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not self.training or not torch.is_grad_enabled():
+            return logits
+        shared = coefficient / self.tp_cp_group.size()
+        return self._attached(logits, "z_loss", z_loss_func(logits, shared), shared)
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        *unused: Any,
+        **others: Any,
+    ) -> Tensor:
+        """Attach a loss that balances the experts to the probabilities."""
+        return self._attached(activation, aux_loss_name, aux_loss, aux_loss_coeff)
+
+    def _attached(self, activation: Tensor, name: str, loss: Tensor, coefficient: float) -> Tensor:
+        """`activation`, whose backward also sends back the gradient of `loss`."""
+        value = loss.detach().float() / coefficient
+        if name in self.losses:
+            self.losses[name].add_(value)
+        else:
+            self.losses[name] = value.clone()
+        if self.calculate_per_token_loss:  # the gradient is divided by the tokens later
+            loss = loss * activation.shape[0]
+        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, loss)
+        return attached
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if torch.is_grad_enabled():
+            self.load.add_(routing_map.sum(dim=0))
+
+    def start_step(self) -> None:
+        """Forget the last step's numbers."""
+        self.load.zero_()
+        for loss in self.losses.values():
+            loss.zero_()
+        self.reset_global_aux_loss_tracker()
+
+    @torch.no_grad()
+    def update_expert_bias(self) -> None:
+        """Raise the bias of experts with fewer tokens than the mean, and lower that of the others (arXiv 2408.15664).
+        All ranks that hold the router call it after a step."""
+        bias: Tensor | None = self.expert_bias
+        if bias is not None:
+            total = self.load.clone()
+            torch.distributed.all_reduce(total, group=self.tp_dp_cp_group)
+            rate = self.config.moe_router_bias_update_rate
+            bias += rate * torch.sign(total.mean() - total)
+
+
+class _Gating(torch.autograd.Function):
+    """x [..., H] · weight [E, H]ᵀ in `dtype`, of which forward keeps x and weight as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        rows, grads_of_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        grad_x = (grads_of_rows @ weight.to(grad.dtype)).to(x.dtype).view(x.shape)
+        return grad_x, (grads_of_rows.t() @ rows.to(grad.dtype)).to(weight.dtype), None
+
+
+class ExpertLinear(torch.nn.Module):
+    """The weights [E, N, K] of one projection of all experts on this rank; `Experts` multiplies with them.
+
+    Args:
+        recipe: formats and scaling of the operands; None: 16 bits.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, num_outputs: int, num_inputs: int, recipe: Recipe | None, links: LinearLinks
+    ) -> None:
+        super().__init__()
+        shape, device = (config.num_moe_experts, num_outputs, num_inputs), _device(config)
+        self.links = links
+        if recipe is None:
+            self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+            return
+        payload = torch.zeros(shape, dtype=E4M3, device=device)
+        self.weight = torch.nn.Parameter(ScaledTensor(payload, torch.ones(shape[0], device=device)))
+        self.quantizers: LinearQuantizers = recipe.expert_quantizers()
+
+    def linear_params(self) -> LinearParams:
+        """The layer, for the function that computes it."""
+        return LinearParams(as_scaled(self.weight), None, self.quantizers, links=self.links)
+
+    def extra_repr(self) -> str:
+        """Sizes and casts."""
+        return f"{tuple(self.weight.shape)}" + (f", {self.quantizers}" if hasattr(self, "quantizers") else "")
+
+
+class Experts(torch.nn.Module):
+    """The experts of a layer: two projections and the activation between them (`nn.experts`).
+
+    Args:
+        activation: of the MLPs.
+        fc1, fc2: the links of the projections.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        recipe: Recipe | None,
+        activation: Activation,
+        fc1: LinearLinks,
+        fc2: LinearLinks,
+    ) -> None:
+        super().__init__()
+        width = config.moe_ffn_hidden_size
+        self.activation, self.top_k = activation, config.moe_router_topk
+        columns = 2 * width if config.gated_linear_unit else width
+        self.linear_fc1 = ExpertLinear(config, columns, config.hidden_size, recipe, fc1)
+        self.linear_fc2 = ExpertLinear(config, config.hidden_size, width, recipe, fc2)
+        if recipe is not None and config.hidden_dropout == 0.0:
+            fc2.early_cast.expect(self.linear_fc2.quantizers.grad_output, transposed=False)
+        #: Modules whose parameters the forward reads without calling them.
+        self.reads_weights_of = (self.linear_fc1, self.linear_fc2)
+        self.is_fp8 = recipe is not None
+
+    def forward(self, x: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
+        """[T, H] → [T, H]; probabilities FP32 [T, E], routing map bool [T, E]."""
+        groups = grouped_by_expert(routing_map, self.top_k)
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        if self.is_fp8:
+            return fp8_experts(x, probs, groups, fc1.linear_params(), fc2.linear_params(), self.activation)
+        return experts(x, probs, groups, fc1.weight, fc2.weight, self.activation)
+
+
+class SharedExpert(MLP):
+    """An MLP that sees every token, beside the experts, with a gate if the configuration says so."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection
+    ) -> None:
+        own = copy(config)
+        own.ffn_hidden_size = config.moe_shared_expert_intermediate_size
+        super().__init__(own, submodules, ffn_hidden_size=own.ffn_hidden_size, tp_group=pg_collection.tp)
+        if config.moe_shared_expert_gate:
+            weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=_device(config))
+            self.gate_weight = torch.nn.Parameter(weight)
+            self.gate_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor, *unused: Any, **others: Any) -> Tensor:
+        """[s, b, H] → [s, b, H]."""
+        output, _ = super().forward(hidden_states)
+        if self.config.moe_shared_expert_gate:
+            output = output * torch.sigmoid(torch.nn.functional.linear(hidden_states, self.gate_weight))
+        return output
+
+
+class MixtureOfExperts(MegatronModule):
+    """Router, experts and shared expert, in the place of an MLP.
+
+    Args:
+        recipe: formats and scaling of the experts' operands; None: 16 bits.
+        activation: of the MLPs.
+        fc1, fc2: the links of the experts' projections.
+        shared_expert: the submodules of the shared expert, if there is one.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        recipe: Recipe | None,
+        activation: Activation,
+        fc1: LinearLinks,
+        fc2: LinearLinks,
+        shared_expert: MLPSubmodules,
+    ) -> None:
+        super().__init__(config)
+        self.router = Router(config, pg_collection)
+        self.experts = Experts(config, recipe, activation, fc1, fc2)
+        self.shared_experts = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExpert(config, shared_expert, pg_collection)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """megatron-core says which layer it is, from 1."""
+        self.router.set_layer_number(layer_number)
+
+    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """hidden_states [s, b, H] (behind the norm) → output [s, b, H], and no bias."""
+        probs, routing_map = self.router(hidden_states)
+        output = self.experts(hidden_states.view(-1, hidden_states.shape[-1]), probs, routing_map).view_as(
+            hidden_states
+        )
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(hidden_states)
+        return output, None
+
+
+def routers_of(module: torch.nn.Module) -> list[Router]:
+    """The routers of a model chunk."""
+    return [child for child in module.modules() if isinstance(child, Router)]
+
+
+def _device(config: TransformerConfig) -> torch.device | int:
+    return torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
