@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from fp8_megatron.data.loader import build_loader
 from fp8_megatron.data.tokenizer import padded_vocab_size
 from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from fp8_megatron.mcore.initialization import initial_values
+from fp8_megatron.mcore.topology import region_of
 from fp8_megatron.reporting.flops import model_flops_per_token
 
 Batch = dict[str, Tensor]
@@ -87,8 +89,7 @@ class Work:
             std=self.config.model.init_method_std,
             num_layers=self.config.model.num_layers,
             seed=self.config.training.seed,
-            tensor_parallel_rank=tensor_parallel_rank,
-            tensor_parallel_size=tensor_parallel_size,
+            region_of=partial(region_of, rank=tensor_parallel_rank, size=tensor_parallel_size),
         )
 
     def micro_batches(self, data_parallel_rank: int, part: SequencePart | None = None) -> Iterator[Batch]:

@@ -70,6 +70,8 @@ class _Topology:
     virtual_pipeline_model_parallel_size: _RanksOrNone
     data_parallel_size: _RanksOrNone
     context_parallel_size: _RanksOrNone
+    expert_model_parallel_size: _RanksOrNone
+    expert_tensor_parallel_size: _RanksOrNone
     pipeline_model_parallel_layout: str | None
 
 
@@ -215,7 +217,7 @@ _RANK_TENSORS: Mapping[str, _RankTensor] = MappingProxyType(
         r"amax_history\.\d{1,6}/known": _RankTensor(torch.float32, (None,), -1.0),
         r"amax_history\.\d{1,6}/streak": _RankTensor(torch.float32, (1,), 0.0),
         r"amax_history\.\d{1,6}/slots": _RankTensor(torch.int64, (None,)),
-        r"weight_scale/.+": _RankTensor(torch.float32, (1,), 0.0, is_above=True),
+        r"weight_scale/.+": _RankTensor(torch.float32, (None,), 0.0, is_above=True),
         r"autoscale/.+": _RankTensor(torch.float32, (2, None), -1.0),
     }
 )

@@ -78,7 +78,8 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     loads_state = options.optimizer and not options.finetune and state.is_trained
     if loads_state:
         _check_states(saved, state)
-    takes_scales = saved.has_model_layout_of(state)
+    has_same_experts = saved.num_replicas == state.topology.replicas.size or state.topology.ep.size() == 1
+    takes_scales = saved.has_model_layout_of(state) and has_same_experts
     wanted = list(_state_to_read(state, state.kinds if loads_state else (MASTER,)))
     values = saved.read([item.elements for item in wanted], device=state.device)
     state.optimizer.wait_for_copies()
@@ -142,6 +143,11 @@ def _take(wanted: _StateToRead, value: Tensor, saved: SavedRun, state: Resumable
         return
     assert isinstance(space, SplitSpaceState)
     scale = saved.rank_tensor(state, f"weight_scale/{slot.name}") if takes_scales else None
+    if scale is not None and len(scale) != slot.num_matrices:
+        raise CheckpointError(
+            f"{saved.folder} is damaged: {slot.name} has {len(scale)} scales, not {slot.num_matrices}; use another "
+            f"iteration"
+        )
     space.set_master(slot, value.view(slot.param.shape), scale)
 
 

@@ -175,8 +175,8 @@ class Snapshot:
         for space, slot, placement in self.slots:
             if not space.space.sharing.counts_in_norm:
                 continue  # another rank writes the parameter
-            columns = math.prod(placement.region.shape[1:])
-            for piece in (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, columns)):
+            pieces = (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, slot))
+            for piece in pieces:
                 for kind in self.kinds:
                     prefix = prefix_of(kind)
                     state = _encoded(space, kind, slot, piece)
@@ -191,7 +191,7 @@ class Snapshot:
                             if value is None
                             else value[start : start + part.numel].view(part.sizes),
                         )
-            if not self.is_native and space.space.shard_index == 0 and placement.region.rank == 0:
+            if not self.is_native and space.space.shard_index == 0 and placement.region.is_first:
                 yield from _extra_state(placement)
 
 
@@ -208,22 +208,23 @@ def _encoded(space: SpaceState, kind: str, slot: Slot, piece: Fragment) -> Encod
     return Encoded.of_state(*space.part(kind, slot, piece))
 
 
-def _pieces(fragment: Fragment, columns: int) -> Iterator[Fragment]:
-    """Cut a fragment at multiples of rows of `columns` elements and of scale blocks. Pieces are small enough to be read
-    and written in parallel, and other layouts read little beyond their part.
+def _pieces(fragment: Fragment, slot: Slot) -> Iterator[Fragment]:
+    """Cut a fragment at the ends of matrices, and in each at multiples of rows and of scale blocks. Pieces are small
+    enough to be read and written in parallel, and other layouts read little beyond their part.
     """
-    unit = math.lcm(columns, STATE_BLOCK)
+    unit = math.lcm(*slot.param.shape[1:][-1:], STATE_BLOCK)
     step = max(1, _CHUNK_NUMEL // unit) * unit
     start, end = fragment.slot_start, fragment.slot_start + fragment.length
     while start < end:
-        stop = min((start // step + 1) * step, end)
+        inside = start % slot.padded_matrix
+        stop = min(start - inside + min((inside // step + 1) * step, slot.padded_matrix), end)
         yield Fragment(fragment.shard_start + start - fragment.slot_start, start, stop - start)
         start = stop
 
 
 def _extra_state(placement: Placement) -> Iterator[str]:
-    """The key of the object that megatron-core keeps beside a linear weight."""
-    if placement.region.stacked and placement.key.endswith(_LINEAR_LAYERS):
+    """The key of the object that megatron-core keeps beside a linear weight of one matrix."""
+    if placement.region.stacked and placement.key.endswith(_LINEAR_LAYERS) and len(placement.region.shape) == 2:
         index, count = placement.region.stacked[0]
         yield f"{placement.key.removesuffix('weight')}_extra_state/shard_{index}_{count}"
 
@@ -280,6 +281,10 @@ def topology_of(topology: Topology) -> dict[str, int | str | None]:
     }
     if topology.cp.size() > 1:
         sizes["context_parallel_size"] = topology.cp.size()
+    if topology.ep.size() > 1:
+        sizes["expert_model_parallel_size"] = topology.ep.size()
+    if topology.groups.expt_tp.size() > 1:
+        sizes["expert_tensor_parallel_size"] = topology.groups.expt_tp.size()
     return sizes if layout.is_even else sizes | {STAGES[-1]: layout.text}
 
 

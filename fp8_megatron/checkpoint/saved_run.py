@@ -29,6 +29,8 @@ _READ_AHEAD_BYTES = 1 << 28
 
 
 _CPU = torch.device("cpu")
+#: What a description says of ranks that share layers and experts.
+_SHARES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,7 @@ class SavedRun:
     def has_model_layout_of(self, state: Resumable) -> bool:
         """Whether this run cuts the model into the same parts."""
         own = topology_of(state.topology)
-        name = "tensor_model_parallel_size"
-        return own[name] == self.topology.get(name) and self.has_stages_of(state)
+        return all(self.topology.get(name) == own.get(name) for name in _SHARES) and self.has_stages_of(state)
 
     def has_stages_of(self, state: Resumable) -> bool:
         """Whether this run has the same layers on every stage."""

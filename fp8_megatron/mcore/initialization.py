@@ -1,14 +1,15 @@
 """Initial weights that depend only on the seed and the parameter's name, not on the parallel layout.
 
-Every parameter is drawn whole from a generator seeded with its name in the whole model, and each rank keeps its part.
-One seed therefore gives the same model under any tensor-, pipeline- or data-parallel layout, so losses are comparable.
+Every matrix is drawn whole from a generator seeded with its name in the whole model, and each rank keeps its part. Of
+experts [E, N, K] a rank draws its own, each by its number. One seed therefore gives the same model under any layout, so
+losses are comparable.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..models.keys import OUTPUT_LAYER, VOCABULARY_KEYS, WORD_EMBEDDING
 from ..quantization.attention import AttentionQuantizers
 from ..quantization.recipe import HeadQuantizers, LinearQuantizers
-from .topology import region_of
+from ..sharding.region import Region
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _IN_A_LAYER = ("linear_qkv", "core_attention", "linear_proj", "linear_fc1", "linear_fc2")
@@ -67,8 +68,7 @@ def initial_values(
     std: float,
     num_layers: int,
     seed: int,
-    tensor_parallel_rank: int,
-    tensor_parallel_size: int,
+    region_of: Callable[[torch.nn.Parameter], Region],
     vocab_size: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, this rank's part in FP32 on the parameter's device), one parameter at a time.
@@ -79,6 +79,7 @@ def initial_values(
     Args:
         std: standard deviation of matrices.
         num_layers: of the whole model.
+        region_of: where this rank's part of a parameter lies in the whole parameter.
         vocab_size: tokens of the vocabulary. Later rows of its matrices are padding and zero. None: no padding.
     """
     for name, param in named_params.items():
@@ -87,17 +88,31 @@ def initial_values(
             yield name, torch.full(param.shape, 1.0 if is_norm_weight else 0.0, device=param.device)
             continue
         scaled_std = std / math.sqrt(2.0 * num_layers) if name.endswith(_OUTPUT_PROJECTIONS) else std
-        region = region_of(param, tensor_parallel_rank, tensor_parallel_size)
-        shape = list(region.whole_shape)
-        # A meta tensor has no values to draw, and its device no generator.
-        generator = None if param.is_meta else torch.Generator(param.device).manual_seed(_seed_of(name, seed))
-        num_padding = 0
-        if vocab_size is not None and name in VOCABULARY_KEYS:
-            num_padding, shape[0] = shape[0] - vocab_size, vocab_size
-        whole = torch.empty(shape, device=param.device).normal_(0.0, scaled_std, generator=generator)
-        if num_padding:
-            whole = torch.nn.functional.pad(whole, (0, 0, 0, num_padding))
-        yield name, region.part_of(whole)
+        region = region_of(param)
+        rows = vocab_size if name in VOCABULARY_KEYS else None
+        if param.ndim == 2:
+            yield name, _drawn(region, _seed_of(name, seed), scaled_std, param.device, rows)
+            continue
+        value, first = torch.empty(param.shape, device=param.device), region.experts[0] * len(param)
+        for expert, matrix in enumerate(value, start=first):
+            matrix.copy_(_drawn(region.of_matrix(), _seed_of(f"{name}/{expert}", seed), scaled_std, param.device))
+        yield name, value
+
+
+def _drawn(region: Region, seed: int, std: float, device: torch.device, num_rows: int | None = None) -> Tensor:
+    """This rank's part of a normal matrix, FP32.
+
+    Args:
+        num_rows: rows that are drawn, before rows of zeros; None: all.
+    """
+    rows, columns = region.whole_shape
+    # A meta tensor has no values to draw, and its device no generator.
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+    drawn = rows if num_rows is None else num_rows
+    whole = torch.empty(drawn, columns, device=device).normal_(0.0, std, generator=generator)
+    if drawn < rows:
+        whole = torch.nn.functional.pad(whole, (0, 0, 0, rows - drawn))
+    return region.part_of(whole)
 
 
 def _seed_of(name: str, seed: int) -> int:

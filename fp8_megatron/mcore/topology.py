@@ -39,9 +39,10 @@ class Topology:
     """This rank's place and its groups.
 
     Attributes:
-        groups: megatron-core's collection (tp, cp, pp, dp, dp_cp, mp, embd, …).
+        groups: megatron-core's collection (tp, cp, pp, dp, dp_cp, mp, embd, ep, expt_tp, …).
         stage_group: all ranks of this pipeline stage, tensor × context × data parallel; they run the same layers.
         replicas: the ranks that hold the same parameters, context × data parallel.
+        expert_replicas: the ranks that hold the same experts.
         layout: the layers of every stage.
     """
 
@@ -50,6 +51,7 @@ class Topology:
     groups: ProcessGroupCollection
     stage_group: Group
     replicas: Replicas
+    expert_replicas: Replicas
     layout: PipelineLayout
 
     @property
@@ -66,6 +68,11 @@ class Topology:
     def pp(self) -> Group:
         """Ranks that hold the stages of one replica."""
         return self.groups.pp
+
+    @property
+    def ep(self) -> Group:
+        """Ranks that share the experts of each layer."""
+        return self.groups.ep
 
     @property
     def cp(self) -> Group:
@@ -115,8 +122,11 @@ class Topology:
 
         Parameters that are not split have duplicates on the tensor-parallel ranks; under sequence parallelism each
         duplicate has the gradient of its part of the sequence. The first and last stages both hold a tied embedding;
-        each has the gradient of its own use.
+        each has the gradient of its own use. Experts, marked ``is_expert``, take the tokens of all expert-parallel
+        ranks.
         """
+        if is_expert(param):
+            return Sharing(self.expert_replicas, grad_factor=self.expert_replicas.size / self.replicas.size)
         if getattr(param, "shared_embedding", False):
             return Sharing(self.replicas, duplicates=self.embedding, summed_over=self.embedding)
         is_split = getattr(param, "tensor_model_parallel", False)
@@ -127,21 +137,34 @@ class Topology:
 
     def region_of(self, param: torch.nn.Parameter) -> Region:
         """Where this rank's part of a parameter lies in the whole parameter."""
-        return region_of(param, self.tp.rank(), self.tp.size())
+        if not is_expert(param):
+            return region_of(param, self.tp.rank(), self.tp.size())
+        shared = self.groups.expt_tp
+        return region_of(param, shared.rank(), shared.size(), experts=(self.ep.rank(), self.ep.size()))
 
 
-def region_of(param: torch.nn.Parameter, rank: int, size: int) -> Region:
-    """Where a tensor-parallel rank's part of a parameter lies, by the attributes that megatron-core sets."""
+def region_of(param: torch.nn.Parameter, rank: int, size: int, *, experts: tuple[int, int] = (0, 1)) -> Region:
+    """Where a tensor-parallel rank's part of a parameter lies, by the attributes that megatron-core sets.
+
+    Args:
+        experts: see `Region.experts`.
+    """
     shape = tuple(param.shape)
     if not getattr(param, "tensor_model_parallel", False):
-        return Region(shape, rank=rank)
+        return Region(shape, rank=rank, experts=experts)
     return Region(
         shape,
         axis=param.partition_dim,  # type: ignore[attr-defined]
         pieces=param.partition_stride,  # type: ignore[attr-defined]
         rank=rank,
         size=size,
+        experts=experts,
     )
+
+
+def is_expert(param: torch.nn.Parameter) -> bool:
+    """Whether a layer with experts has marked it as their weights [E, N, K]."""
+    return getattr(param, "is_expert", False)
 
 
 def is_embedding_or_output(param: torch.nn.Parameter) -> bool:
@@ -179,28 +202,24 @@ def initialized(
             parallel.pipeline_model_parallel_size,
             layout.virtual_size,
             context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size or 1,
             create_gloo_process_groups=False,
             nccl_communicator_config_path=parallel.nccl_communicator_config_path if device.type == "cuda" else None,
             distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        hierarchical = parallel.fp8_grad_reduce is GradReduceMode.HIERARCHICAL
-        nodes = _node_groups(timeout) if hierarchical else None
-        weight_memory = send_memory(transport_choice("dp_transport", parallel), groups.dp_cp, device)
+        replicas = _replicas(groups.dp_cp, parallel, device, timeout)
+        have_same_ranks = _ranks(groups.expt_dp) == _ranks(groups.dp_cp)
+        expert_replicas = replicas if have_same_ranks else _replicas(groups.expt_dp, parallel, device, timeout)
         share_rows(parallel, groups.tp, device, records_graphs=records_graphs)
         yield Topology(
             rank=torch.distributed.get_rank(),
             world_size=torch.distributed.get_world_size(),
             groups=groups,
             stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-            replicas=Replicas(
-                groups.dp_cp.size(),
-                groups.dp_cp.rank(),
-                grad_memory=_grad_memory(parallel, nodes, weight_memory),
-                weight_memory=weight_memory,
-                group=groups.dp_cp,
-                nodes=nodes,
-            ),
+            replicas=replicas,
+            expert_replicas=expert_replicas,
             layout=layout,
         )
     finally:
@@ -233,6 +252,25 @@ def _make_communicators_when_used() -> None:
     torch.distributed.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
 
 
+def _replicas(group: Group, parallel: ParallelConfig, device: torch.device, timeout: timedelta) -> Replicas:
+    """The ranks of a group as replicas. All ranks call this, each with its own group."""
+    hierarchical = parallel.fp8_grad_reduce is GradReduceMode.HIERARCHICAL
+    nodes = _node_groups(group, timeout) if hierarchical else None
+    weight_memory = send_memory(transport_choice("dp_transport", parallel), group, device)
+    return Replicas(
+        group.size(),
+        group.rank(),
+        grad_memory=_grad_memory(parallel, nodes, weight_memory),
+        weight_memory=weight_memory,
+        group=group,
+        nodes=nodes,
+    )
+
+
+def _ranks(group: Group) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)
+
+
 def _grad_memory(parallel: ParallelConfig, nodes: NodeGroups | None, weight_memory: SendMemory) -> SendMemory:
     """The memory that gradients are sent from. With two stages they go to the node's ranks first; NCCL's own sum reads
     any memory."""
@@ -243,15 +281,14 @@ def _grad_memory(parallel: ParallelConfig, nodes: NodeGroups | None, weight_memo
     return send_memory(transport_choice("dp_transport", parallel), nodes.intra, weight_memory.device)
 
 
-def _node_groups(timeout: timedelta) -> NodeGroups:
-    """Cut every data-parallel group by the nodes that torchrun started (LOCAL_WORLD_SIZE ranks each). All ranks call
-    this.
+def _node_groups(group: Group, timeout: timedelta) -> NodeGroups:
+    """Cut every rank's group by the nodes that torchrun started (LOCAL_WORLD_SIZE ranks each). All ranks call this.
 
     Raises:
         ValueError: nodes hold different numbers of a group's ranks.
     """
     world_size = torch.distributed.get_world_size()
-    mine = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    mine = _ranks(group)
     everyones: list[list[int]] = [[] for _ in range(world_size)]
     torch.distributed.all_gather_object(everyones, mine)
     groups = sorted(set(map(tuple, everyones)))

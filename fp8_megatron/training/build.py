@@ -136,8 +136,7 @@ def build_trainable_model(
         std=config.model.init_method_std,
         num_layers=config.model.num_layers,
         seed=config.training.seed,
-        tensor_parallel_rank=topology.tp.rank(),
-        tensor_parallel_size=topology.tp.size(),
+        region_of=topology.region_of,
         vocab_size=unpadded_vocab_size,
     )
     optimizer.load_weights(chain.from_iterable(map(draw, named)))

@@ -48,7 +48,7 @@ def _build_stock_model(config: Config) -> GPTModel:
 
 def _train_stock_model(config: Config, batches: Tensor) -> TinyRun:
     """The textbook loop: BF16 weights, FP32 gradients summed over micro-batches, clipping, torch's AdamW on masters."""
-    with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU):
+    with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
         seed_everything(config.training.seed, CPU, tensor_parallel_rank=0, pipeline_rank=0)
         model = _build_stock_model(config)
         params = dict(model.named_parameters())
@@ -59,8 +59,7 @@ def _train_stock_model(config: Config, batches: Tensor) -> TinyRun:
                 std=config.model.init_method_std,
                 num_layers=config.model.num_layers,
                 seed=config.training.seed,
-                tensor_parallel_rank=0,
-                tensor_parallel_size=1,
+                region_of=topology.region_of,
             )
         }
         options = config.optimizer

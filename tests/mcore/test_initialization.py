@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from fp8_megatron.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from fp8_megatron.mcore.initialization import initial_values
+from fp8_megatron.mcore.topology import region_of
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, TinyRun, tiny_config, train_tiny_gpt
 
@@ -111,3 +115,21 @@ def test_the_seed_matters(ranks: RankPool, single: dict[tuple[str, str], TinyRun
     other = initial(ranks, 1, ParallelConfig(), "gpt3", "bf16", seed=2).weights
     for name, value in single["gpt3", "bf16"].weights.items():
         assert value.ndim == 1 or not torch.equal(value, other[name])
+
+
+def test_an_expert_has_the_same_weights_on_any_rank() -> None:
+    name = "decoder.layers.1.mlp.experts.linear_fc1.weight"
+
+    def drawn(expert_rank: int, expert_ranks: int, rank: int = 0, size: int = 1) -> Tensor:
+        param = torch.nn.Parameter(torch.empty(8 // expert_ranks, 32 // size, 48))
+        param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 1, 2  # type: ignore[attr-defined]
+        where = partial(region_of, rank=rank, size=size, experts=(expert_rank, expert_ranks))
+        ((_, value),) = initial_values({name: param}, std=0.02, num_layers=2, seed=1, region_of=where)
+        return value
+
+    whole = drawn(0, 1)
+    assert whole.std().item() == pytest.approx(0.02, rel=4 / math.sqrt(2 * whole.numel()))
+    assert len(whole.unique()) > 0.9 * whole.numel()
+    assert torch.equal(torch.cat([drawn(rank, 4) for rank in range(4)]), whole)
+    halves = [torch.cat([drawn(rank, 2, half, 2) for rank in range(2)]).chunk(2, dim=1) for half in range(2)]
+    assert torch.equal(torch.cat([halves[half][piece] for piece in range(2) for half in range(2)], dim=1), whole)

@@ -1,41 +1,30 @@
 """The weights of a layer's experts [E, N, K]: any cut over replicas and over expert-parallel ranks has the same bits.
 
-Each expert multiplies its own tokens, so a rank that holds some of the experts computes what one rank computes for
-them. Gradients differ by a factor that is a power of two, which changes no mantissa: every element of masters, moments
-and weights must have the same bits under any layout, those of stochastic rounding included. Clipping is off, because
-the squares of the norm are added in another order.
+Every element of masters, moments and weights must have the same bits under any layout, those of stochastic rounding
+included (`tests.harness.experts` says why they can).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.config.schema import PrecisionConfig
-from fp8_megatron.device.group import Group
+from fp8_megatron.checkpoint.loading import load_checkpoint
+from fp8_megatron.checkpoint.run_state import Progress
+from fp8_megatron.checkpoint.saving import CheckpointWriter
+from fp8_megatron.config.schema import CheckpointConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import StorageDtype
-from fp8_megatron.formats.tensorwise import roles
-from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
-from fp8_megatron.optimizer.hyperparameters import OptimizerSettings
 from fp8_megatron.planning.memory import model_storage
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-from fp8_megatron.sharding.data_parallel import DataParallelModule, Exchange, finish_gradients
-from fp8_megatron.sharding.region import Region
-from fp8_megatron.sharding.replicas import Replicas, Sharing
-from tests.harness.ranks import RankPool, on_default_group
+from fp8_megatron.sharding.data_parallel import DataParallelModule
+from tests.harness.experts import NUM_EXPERTS, SHAPES, expert_run, initial_value
+from tests.harness.ranks import RankPool
 
-CPU = torch.device("cpu")
 F = StorageDtype
-NUM_EXPERTS, HIDDEN, FFN, TOKENS, NUM_STEPS = 8, 64, 64, 32, 5
-SHAPES = {
-    "decoder.layers.0.mlp.experts.linear_fc1.weight": (NUM_EXPERTS, FFN, HIDDEN),
-    "decoder.layers.0.mlp.experts.linear_fc2.weight": (NUM_EXPERTS, HIDDEN, FFN),
-}
-SETTINGS = OptimizerSettings(lr=1e-2, clip_grad=0.0)
+NUM_STEPS = 5
 PRECISIONS = {
     "O3": PrecisionConfig(),
     "O2": PrecisionConfig(opt_level="O2"),
@@ -46,159 +35,44 @@ PRECISIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Expert-parallel ranks, and replicas of each; `same` gives all replicas the same tokens."""
-
-    experts: int = 1
-    replicas: int = 1
-    same: bool = False
-
-    @property
-    def num_ranks(self) -> int:
-        return self.experts * self.replicas
-
-
-class Multiply(torch.autograd.Function):
-    """x [E, T, K] · weight [E, N, K]ᵀ of an FP8 layer, an expert after another, whose gradient goes to `main_grad`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        assert isinstance(weight, ScaledTensor)
-        operand = weight.gemm_operand(roles(False).weight)
-        value = operand.payload.float() * operand.scale.view(-1, 1, 1)
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return torch.stack([one @ matrix.t() for one, matrix in zip(x, value, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        operand = ctx.weight.gemm_operand(roles(False).weight, transposed=True)
-        value = operand.payload.float() * operand.scale.view(-1, 1, 1)
-        pairs = list(zip(grads[0], x, strict=True))
-        ctx.weight.main_grad.accumulate_(torch.stack([grad.t() @ one for grad, one in pairs]).bfloat16())
-        return torch.stack([grad @ matrix.t() for grad, matrix in zip(grads[0], value, strict=True)]), None
-
-
-class Experts(torch.nn.Module):
-    """Two matrices an expert, of the experts that this rank holds."""
-
-    def __init__(self, held: int, *, is_fp8: bool) -> None:
-        super().__init__()
-        self.is_fp8 = is_fp8
-        for index, (_, *matrix) in enumerate(SHAPES.values()):
-            empty = torch.ones(held, *matrix)
-            value = ScaledTensor.quantize(empty) if is_fp8 else empty.bfloat16()
-            self.register_parameter(f"weight{index}", torch.nn.Parameter(value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[E, T, HIDDEN] → [E, T, HIDDEN]."""
-        for index, weight in enumerate(self.parameters()):
-            x = x if index == 0 else x.relu()
-            if self.is_fp8:
-                x = Multiply.apply(x, weight)
-            else:
-                x = torch.stack([one @ matrix.t() for one, matrix in zip(x, weight.float(), strict=True)])
-        return x
-
-
-@dataclass
-class Trained:
-    """A rank's model and optimizer, and where its part of the experts lies."""
-
-    module: Experts
-    model: DataParallelModule
-    optimizer: FP8DistributedOptimizer
-    regions: dict[torch.nn.Parameter, Region]
-
-    def step(self, number: int, layout: Layout, rank: int) -> None:
-        """One step of this rank's tokens."""
-        generator = torch.Generator().manual_seed(number)
-        halves = 1 if layout.same else layout.replicas
-        x, target = torch.randn(2, NUM_EXPERTS, halves * TOKENS, HIDDEN, generator=generator)
-        replica = 0 if layout.same else rank % layout.replicas
-        held = slice(rank // layout.replicas * self.held, (rank // layout.replicas + 1) * self.held)
-        mine = (held, slice(replica * TOKENS, (replica + 1) * TOKENS))
-        self.model.reset()
-        loss = (self.module(x[mine]) - target[mine]).square().sum(dim=2).mean()
-        loss.backward()
-        finish_gradients([self.model])
-        self.optimizer.step()
-        self.model.wait_for_weights()
-
-    @property
-    def held(self) -> int:
-        return next(self.module.parameters()).shape[0]
-
-    def state(self) -> dict[str, Tensor]:
-        """Masters, moments and weights of this rank's experts, whole."""
-        found = {}
-        for state, slot in self.optimizer.slots():
-            found[f"master {slot.name}"] = state.get_master(slot)
-            for name, stored in state.states.items():
-                found[f"{name} {slot.name}"] = state.space.assemble(
-                    slot, lambda part, own=stored: own.part(part).load()
-                )
-            param = slot.param
-            found[f"weight {slot.name}"] = param.dequantize() if isinstance(param, ScaledTensor) else param.float()
-            if isinstance(param, ScaledTensor) and param.cast_scale is not None:
-                found[f"cast scale {slot.name}"] = param.cast_scale.scale.clone()
-        return found
-
-
-def initial_value(name: str) -> Tensor:
-    """Experts of very different sizes: under one scale the small ones would lose their bits."""
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-    size = 2.0 ** -torch.arange(NUM_EXPERTS).view(-1, 1, 1)
-    return torch.randn(SHAPES[name], generator=generator) / HIDDEN**0.5 * size
-
-
-def built(world: Group, layout: Layout, precision: PrecisionConfig, bucket_numel: int = 1 << 30) -> Trained:
-    groups = [
-        torch.distributed.new_group(list(range(first, first + layout.replicas)))
-        for first in range(0, layout.num_ranks, layout.replicas)
-    ]
-    expert_rank = world.rank() // layout.replicas
-    replicas = Replicas.of(groups[expert_rank] if layout.replicas > 1 else None, CPU)
-    sharing = Sharing(replicas, grad_factor=1 / layout.experts)
-    module = Experts(NUM_EXPERTS // layout.experts, is_fp8=precision.is_fp8)
-    named = dict(zip(SHAPES, module.parameters(), strict=True))
-    regions = {
-        param: Region(tuple(param.shape), experts=(expert_rank, layout.experts)) for param in module.parameters()
-    }
-    storage = model_storage(precision, num_micro_batches=1)
-    model = DataParallelModule(
-        module,
-        named,
-        sharing_of=lambda _: sharing,
-        region_of=regions.__getitem__,
-        storage=storage,
-        exchange=Exchange(bucket_numel=bucket_numel),
+def config_of(level: str, expert_ranks: int = 1, state_dtype: str = "native") -> Config:
+    return Config(
+        model=ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=4, num_experts=NUM_EXPERTS),
+        precision=PRECISIONS[level],
+        parallel=ParallelConfig(expert_model_parallel_size=expert_ranks),
+        checkpoint=CheckpointConfig(ckpt_state_dtype=state_dtype),  # type: ignore[arg-type]
     )
-    optimizer = FP8DistributedOptimizer([model], SETTINGS, storage, world=world, device=CPU)
-    optimizer.load_weights((name, regions[param].part_of(initial_value(name))) for name, param in named.items())
-    return Trained(module, model, optimizer, regions)
 
 
-def _train(world: Group, layout: Layout, precision: PrecisionConfig, bucket_numel: int) -> dict[str, Tensor]:
-    trained = built(world, layout, precision, bucket_numel)
-    before = trained.state()
-    for step in range(NUM_STEPS):
-        trained.step(step, layout, world.rank())
-    after = trained.state()
+def _train(config: Config, same_tokens: bool, bucket_numel: int) -> dict[str, Tensor]:
+    with expert_run(config, bucket_numel) as run:
+        before = run.state()
+        run.train(0, NUM_STEPS, same_tokens=same_tokens)
+        after = run.state()
     assert all((after[key] != before[key]).float().mean() > 0.5 for key in after if key.startswith("master"))
     return after
 
 
-def run(ranks: RankPool, layout: Layout, level: str, bucket_numel: int = 1 << 30) -> dict[str, Tensor]:
-    """The state of all experts after training, put together from the expert-parallel ranks."""
-    args = (layout, PRECISIONS[level], bucket_numel)
-    outcomes = ranks.run(on_default_group, _train, *args, num_ranks=layout.num_ranks)
+def trained(
+    ranks: RankPool,
+    level: str,
+    expert_ranks: int = 1,
+    replicas: int = 1,
+    *,
+    same_tokens: bool = False,
+    bucket_numel: int = 1 << 30,
+) -> dict[str, Tensor]:
+    """The state of all experts after training."""
+    args = (config_of(level, expert_ranks), same_tokens, bucket_numel)
+    return joined(ranks.run(_train, *args, num_ranks=expert_ranks * replicas), expert_ranks)
+
+
+def joined(outcomes: list[dict[str, Tensor]], expert_ranks: int) -> dict[str, Tensor]:
+    """The state of all experts, from that of each rank."""
     for rank, outcome in enumerate(outcomes):
-        for key, value in outcomes[rank // layout.replicas * layout.replicas].items():
+        for key, value in outcomes[rank % expert_ranks].items():
             assert torch.equal(outcome[key], value), f"replicas differ in {key}"
-    return {key: torch.cat([outcome[key] for outcome in outcomes[:: layout.replicas]]) for key in outcomes[0]}
+    return {key: torch.cat([outcome[key] for outcome in outcomes[:expert_ranks]]) for key in outcomes[0]}
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -210,23 +84,54 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("level", PRECISIONS)
 def test_any_cut_over_replicas_is_one_rank(ranks: RankPool, level: str) -> None:
-    """The mean of equal gradients is exact. Buckets are smaller than a parameter, and whole."""
-    expected = run(ranks, Layout(), level)
-    assert_equal(run(ranks, Layout(replicas=2, same=True), level), expected)
-    assert_equal(run(ranks, Layout(replicas=4, same=True), level, bucket_numel=1 << 14), expected)
+    """The mean of equal gradients is exact. Buckets are larger than the parameters, and smaller."""
+    expected = trained(ranks, level)
+    assert_equal(trained(ranks, level, replicas=2, same_tokens=True), expected)
+    assert_equal(trained(ranks, level, replicas=4, same_tokens=True, bucket_numel=1 << 14), expected)
 
 
 @pytest.mark.parametrize("level", PRECISIONS)
 def test_any_expert_parallel_size_is_one_rank(ranks: RankPool, level: str) -> None:
-    expected = run(ranks, Layout(), level)
-    for experts in (2, 4):
-        assert_equal(run(ranks, Layout(experts), level), expected)
+    expected = trained(ranks, level)
+    for expert_ranks in (2, 4):
+        assert_equal(trained(ranks, level, expert_ranks), expected)
     # Replicas of the experts, each with its own tokens.
-    assert_equal(run(ranks, Layout(2, 2), level), run(ranks, Layout(1, 2), level))
+    assert_equal(trained(ranks, level, 2, 2), trained(ranks, level, 1, 2))
+
+
+def _train_and_save(config: Config, folder: Path) -> dict[str, Tensor]:
+    with expert_run(config) as run:
+        run.train(0, 2)
+        writer = CheckpointWriter(folder, run.topology)
+        writer.save(run.resumable, Progress(2, 2))
+        writer.finish()
+        run.train(2, 2)
+        return run.state()
+
+
+def _load_and_train(config: Config, folder: Path) -> dict[str, Tensor]:
+    with expert_run(config) as run:
+        progress = load_checkpoint(folder, run.resumable)
+        assert progress is not None
+        run.train(progress.iteration, 2)
+        return run.state()
+
+
+@pytest.mark.parametrize("state_dtype", ["native", "fp32"])
+@pytest.mark.parametrize("level", PRECISIONS)
+def test_a_run_goes_on_with_any_expert_parallel_size(
+    ranks: RankPool, tmp_path: Path, level: str, state_dtype: str
+) -> None:
+    """Bit for bit as if it had not stopped."""
+    args = (config_of(level, 2, state_dtype), tmp_path)
+    expected = joined(ranks.run(_train_and_save, *args, num_ranks=2), 2)
+    for expert_ranks, num_ranks in ((2, 2), (1, 1), (4, 4)):
+        args = (config_of(level, expert_ranks, state_dtype), tmp_path)
+        assert_equal(joined(ranks.run(_load_and_train, *args, num_ranks=num_ranks), expert_ranks), expected)
 
 
 def test_each_expert_has_its_own_scale() -> None:
-    value = initial_value("decoder.layers.0.mlp.experts.linear_fc1.weight")
+    value = initial_value(next(iter(SHAPES)))
     weight = ScaledTensor.quantize(value)
     for index, matrix in enumerate(value):
         alone = ScaledTensor.quantize(matrix)

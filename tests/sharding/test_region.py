@@ -9,26 +9,41 @@ from fp8_megatron.sharding.region import Region
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "pieces", "rank", "size"),
+    ("shape", "axis", "pieces", "rank", "size", "experts"),
     [
-        ((7, 5), None, 1, 0, 1),
-        ((6, 5), 0, 1, 1, 3),
-        ((6, 5), 0, 2, 1, 2),
-        ((6, 5), 1, 1, 2, 3),
-        ((12,), 0, 2, 1, 2),
-        ((9,), None, 1, 0, 2),
+        ((7, 5), None, 1, 0, 1, (0, 1)),
+        ((6, 5), 0, 1, 1, 3, (0, 1)),
+        ((6, 5), 0, 2, 1, 2, (0, 1)),
+        ((6, 5), 1, 1, 2, 3, (0, 1)),
+        ((12,), 0, 2, 1, 2, (0, 1)),
+        ((9,), None, 1, 0, 2, (0, 1)),
+        ((3, 4, 5), None, 1, 0, 1, (0, 1)),
+        ((3, 4, 5), 0, 1, 1, 3, (0, 1)),
+        ((3, 4, 5), 1, 1, 1, 2, (0, 1)),
+        ((3, 4, 5), 1, 2, 1, 2, (0, 1)),
+        ((3, 4, 5), 2, 1, 0, 2, (0, 1)),
+        ((3, 4, 5), None, 1, 0, 1, (1, 3)),
+        ((3, 4, 5), 1, 2, 1, 2, (1, 3)),
+        ((3, 4, 5), 2, 1, 0, 2, (1, 3)),
     ],
 )
 @pytest.mark.parametrize("stacked", [(), ((2, 3),), ((2, 3), (4, 8))], ids=["plain", "layers", "experts"])
 def test_every_element_has_its_place(
-    shape: tuple[int, ...], axis: int | None, pieces: int, rank: int, size: int, stacked: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...],
+    axis: int | None,
+    pieces: int,
+    rank: int,
+    size: int,
+    stacked: tuple[tuple[int, int], ...],
+    experts: tuple[int, int],
 ) -> None:
     """Against indexing the whole tensor: element i of the rank's part goes where `part_of` takes it from."""
-    region = Region(shape, axis, pieces, rank, size, stacked=stacked)
+    region = Region(shape, axis, pieces, rank, size, stacked=stacked, experts=experts)
     depth = len(stacked)
     assert region.global_shape == (*(count for _, count in stacked), *region.whole_shape)
     whole = torch.arange(torch.Size(region.whole_shape).numel()).view(region.whole_shape)
-    mine = whole if axis is None else torch.cat(whole.chunk(size * pieces, dim=axis)[rank::size], dim=axis)
+    mine = whole.chunk(experts[1])[experts[0]]
+    mine = mine if axis is None else torch.cat(mine.chunk(size * pieces, dim=axis)[rank::size], dim=axis)
     assert torch.equal(region.part_of(whole), mine) and mine.shape == shape
     flat = mine.flatten()
     numel = flat.numel()
@@ -36,7 +51,8 @@ def test_every_element_has_its_place(
         found = torch.full((numel,), -1)
         for start in range(0, numel, length):
             parts = list(region.rectangles(start, length))
-            assert len(parts) <= (4 if pieces == 2 else 3)
+            # Parts of rows at both ends, rows up to the end of a matrix at both ends, and whole matrices in between.
+            assert len(parts) <= 2 * len(shape) - 1 + pieces - 1 or (axis == 1 and pieces == 2)
             for part in parts:
                 assert (
                     part.offset[:depth] == tuple(index for index, _ in stacked) and part.sizes[:depth] == (1,) * depth
