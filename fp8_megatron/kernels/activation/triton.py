@@ -1,4 +1,5 @@
-"""Activations fused with their casts to FP8, and their backward, in Triton: the operators of `activation`.
+"""Activations fused with their casts to FP8, and their backward, in Triton: the operators of `activation`, and of
+experts' activations (`grouped`), whose rows have probabilities.
 
 Bytes per element of a 16-bit activation, of one input / gated: forward 3 / 5; backward 4 + 3 / 6 + 5. Under current
 scaling the inputs are read once more for the amax. σ is computed with the GPU's fast exponential (2 ulp), so payloads
@@ -9,6 +10,8 @@ can differ from the specification's at rounding boundaries. Squared ReLU's do no
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -44,12 +47,14 @@ from ..shapes import cdiv
 _NUM_WARPS = 4
 _ROWS = 4
 _COLUMNS = 1024
+_NARROW_TILE = (16, 256)
 # Forward of one input: elements of a tile, tiles of a program, tiles loaded ahead.
 _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES = 2048, 8, 3
 # Backward: rows and warps of a tile, tiles of a program one below the other, tiles loaded ahead. Column sums cross
 # threads once per program. Without loading ahead, one tile of half the size was faster.
 _TILE_K = 64
 _FLAT_BACKWARD = (64, 4, 4, 2)
+_FLAT_BACKWARD_EXPERTS = (64, 4, 2, 2)  # groups end at a multiple of 128 rows
 _GATED_BACKWARD, _GATED_BACKWARD_SUMMED = (64, 4, 1, 1), (32, 2, 1, 1)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -147,6 +152,15 @@ def _value_and_derivatives(first, second, KIND: tl.constexpr):
 
 
 @triton.jit
+def _weighted(x, probs, rows, EXPERTS: tl.constexpr):
+    """`x`, times the probability of its row where the rows are an expert's."""
+    if EXPERTS:
+        return x * tl.load(probs + rows)
+    else:
+        return x
+
+
+@triton.jit
 def _tile(index, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tiles = tl.cdiv(F, COLUMNS)
     return index // tiles * ROWS + tl.arange(0, ROWS)[:, None], index % tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -154,10 +168,15 @@ def _tile(index, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _activation_amax(
-    z, grad, partials, T, F, num_tiles,
-    KIND: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    z, grad, probs, group_offsets, partials, T, F, E, num_tiles,
+    KIND: tl.constexpr, BACKWARD: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Partial amaxes of the activation, or (`BACKWARD`) of the gradient of z."""
+    """Partial amaxes of the activation, or (`BACKWARD`) of the gradient of z.
+
+    `EXPERTS`: the rows end at group_offsets[E], a multiple of `ROWS`, and each has its probability.
+    """
+    if EXPERTS:
+        num_tiles = tl.load(group_offsets + E) // ROWS * tl.cdiv(F, COLUMNS)
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         rows, columns = _tile(index, F, ROWS, COLUMNS)
@@ -165,25 +184,37 @@ def _activation_amax(
         first, second = _load_inputs(z, rows, columns, mask, F, KIND)
         if BACKWARD:
             g = tl.load(grad + rows.to(tl.int64) * F + columns, mask=mask, other=0.0).to(tl.float32)
+            g = _weighted(g, probs, rows, EXPERTS)
             _, d_first, d_second = _value_and_derivatives(first, second, KIND)
             largest = larger_magnitude(largest, g * d_first)
             if KIND[1]:
                 largest = larger_magnitude(largest, g * d_second)
         else:
-            largest = larger_magnitude(largest, _value(first, second, KIND))
+            largest = larger_magnitude(largest, _weighted(_value(first, second, KIND), probs, rows, EXPERTS))
     tl.store(partials + tl.program_id(0), tl.max(magnitude_bits(largest)))
 
 
 @triton.jit
-def _gated_quantize(
-    z, payload, scale, partials, amax_out, T, F, num_partials,
+def _quantize_rows(
+    z, probs, group_offsets, payload, scale, partials, amax_out, T, F, E, num_partials,
     FP_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, RECORD: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+    KIND: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    rows, columns = _tile(tl.num_programs(0) - 1 - tl.program_id(0), F, ROWS, COLUMNS)
+    """A tile of rows. `EXPERTS`: as in `_activation_amax`."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    first_row = tile // tl.cdiv(F, COLUMNS) * ROWS
+    if EXPERTS:
+        T = tl.load(group_offsets + E)
+        if first_row >= T:
+            if CURRENT:
+                is_first = tl.program_id(0) == 0
+                if is_first:
+                    take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS)
+            return
+    rows, columns = _tile(tile, F, ROWS, COLUMNS)
     mask = (rows < T) & (columns < F)
     first, second = _load_inputs(z, rows, columns, mask, F, KIND)
-    value = _value(first, second, KIND)
+    value = _weighted(_value(first, second, KIND), probs, rows, EXPERTS)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     quantized = encode(value, inverse, FP_MAX, payload.dtype.element_ty)
     tl.store(payload + rows.to(tl.int64) * F + columns, quantized, mask=mask)
@@ -192,15 +223,15 @@ def _gated_quantize(
         raise_amax(amax_out, bits)
         if RECORD > 1:
             if may_clamp(bits, inverse, FP_MAX):  # computed again, a row at a time: healthy tiles pay nothing for it
-                first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) // tl.cdiv(F, COLUMNS) * ROWS
                 count = tl.zeros([1], tl.int32)
                 for row in range(0, rolled(ROWS, bits)):
-                    inside = (first_row + row < T) & (columns < F)
                     one_row = first_row + row + tl.zeros([1, 1], tl.int32)
+                    inside = (one_row < T) & (columns < F)
                     gate, up = _load_inputs(z, one_row, columns, inside, F, KIND)
-                    count += num_clamped(_value(gate, up, KIND), inverse, FP_MAX)
+                    again = _weighted(_value(gate, up, KIND), probs, one_row, EXPERTS)
+                    count += num_clamped(again, inverse, FP_MAX)
                 add_clamped(amax_out, tl.sum(count))
-            if tl.program_id(0) == 0:
+            if tile == 0:
                 add_cast(amax_out, T, F)
 
 
@@ -246,8 +277,9 @@ def _flat_quantize(
 @triton.jit
 def _grad_rows(
     grad, z, payload, offsets, z_offsets, mask, F, inverse, activation_inverse, largest, sums_first, sums_second,
+    probs, grad_probs, rows,
     FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr,
-    KIND: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr, activation_dtype: tl.constexpr,
+    KIND: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr, activation_dtype: tl.constexpr,
 ):  # fmt: skip
     """Every fourth row of a tile: (activation, gradient by first, by second) in FP8, and the updated amax and column
     sums.
@@ -260,6 +292,10 @@ def _grad_rows(
         second = load_inside(z + F + z_offsets, mask, EVEN).to(tl.float32)
     g = load_inside(grad + offsets, mask, EVEN).to(tl.float32)
     value, d_first, d_second = _value_and_derivatives(first, second, KIND)
+    if EXPERTS:
+        tl.store(grad_probs + rows, tl.sum(g * value, axis=1, keep_dims=True))
+    g = _weighted(g, probs, rows, EXPERTS)
+    value = _weighted(value, probs, rows, EXPERTS)
     activation = encode(value, activation_inverse, ACTIVATION_MAX, activation_dtype)
     g_first = g * d_first
     if RECORD:
@@ -282,20 +318,30 @@ def _grad_rows(
 
 @triton.jit
 def _activation_backward_tiles(
-    grad, z, payload, payload_t, activation_t, scale, activation_scale, partials, amax_out, column_sums,
-    T, F, num_partials,
+    grad, z, probs, group_offsets, payload, payload_t, activation_t, scale, activation_scale, partials, amax_out,
+    sums, T, F, E, num_partials,
     FP_MAX: tl.constexpr, ACTIVATION_MAX: tl.constexpr, CURRENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+    RECORD: tl.constexpr, SUM_COLUMNS: tl.constexpr, KIND: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, MAX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """`reference.activation_backward_quantize` of `TILES` tiles, one below the other, with 32-bit offsets inside.
 
     grad [T, F] and z [T, width] → payload [T, width], payload_t [width, T], activation_t [F, T]; width is 2F for a
-    gated activation, otherwise F. With `SUM_COLUMNS`, column_sums FP32 [blocks of rows, width].
+    gated activation, otherwise F. With `SUM_COLUMNS`, sums FP32 [blocks of rows, width] of columns. `EXPERTS`: the rows
+    end at group_offsets[E], a multiple of the tiles' rows, and each has its probability; sums FP32 [blocks of columns,
+    T] are the probabilities' gradients.
     """
     k0 = tl.program_id(0) * TILE_K
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # from the end: what the amax pass read last is still in L2
     first_row = block * (TILES * TILE_M)
+    if EXPERTS:
+        end = tl.load(group_offsets + E)
+        if first_row >= end:
+            if CURRENT:
+                is_first = tl.program_id(0) + tl.program_id(1) == 0
+                if is_first:
+                    take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS)
+            return
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     a_inverse = reciprocal(tl.load(activation_scale))
     dtype: tl.constexpr = payload.dtype.element_ty
@@ -308,6 +354,8 @@ def _activation_backward_tiles(
     grad += tl.cast(first_row, tl.int64) * F + k0
     z += tl.cast(first_row, tl.int64) * width + k0
     payload += tl.cast(first_row, tl.int64) * width + k0
+    probs += first_row
+    grad_probs = sums + tl.cast(tl.program_id(0), tl.int64) * T + first_row
     largest = tl.zeros([TILE_M // 4, TILE_K], tl.float32)
     sums_first = tl.zeros([TILE_M // 4, TILE_K], tl.float32)
     sums_second = tl.zeros([TILE_M // 4, TILE_K], tl.float32)
@@ -321,21 +369,23 @@ def _activation_backward_tiles(
             mask = (first_row + tile + rows < T) & (k0 + columns < F)
         a0, p0, s0, largest, sums_first, sums_second = _grad_rows(
             g_tile, z_tile, p_tile, offsets, z_offsets, mask, F, inverse, a_inverse, largest, sums_first, sums_second,
-            FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EVEN, dtype, a_dtype,
+            probs, grad_probs, tile + rows,
+            FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EXPERTS, EVEN, dtype, a_dtype,
         )  # fmt: skip
         a1, p1, s1, largest, sums_first, sums_second = _grad_rows(
             g_tile + F, z_tile + width, p_tile + width, offsets, z_offsets, mask, F, inverse, a_inverse, largest,
-            sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EVEN, dtype, a_dtype,
+            sums_first, sums_second, probs, grad_probs, tile + rows + 1,
+            FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EXPERTS, EVEN, dtype, a_dtype,
         )  # fmt: skip
         a2, p2, s2, largest, sums_first, sums_second = _grad_rows(
             g_tile + 2 * F, z_tile + 2 * width, p_tile + 2 * width, offsets, z_offsets, mask, F, inverse, a_inverse,
-            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EVEN, dtype,
-            a_dtype,
+            largest, sums_first, sums_second, probs, grad_probs, tile + rows + 2,
+            FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EXPERTS, EVEN, dtype, a_dtype,
         )  # fmt: skip
         a3, p3, s3, largest, sums_first, sums_second = _grad_rows(
             g_tile + 3 * F, z_tile + 3 * width, p_tile + 3 * width, offsets, z_offsets, mask, F, inverse, a_inverse,
-            largest, sums_first, sums_second, FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EVEN, dtype,
-            a_dtype,
+            largest, sums_first, sums_second, probs, grad_probs, tile + rows + 3,
+            FP_MAX, ACTIVATION_MAX, RECORD, SUM_COLUMNS, KIND, EXPERTS, EVEN, dtype, a_dtype,
         )  # fmt: skip
         m0 = first_row + tile
         store_transposed(a0, a1, a2, a3, activation_t, m0, k0, T, F, TILE_M, TILE_K, EVEN)
@@ -348,7 +398,7 @@ def _activation_backward_tiles(
         raise_amax(amax_out, bits)
     if SUM_COLUMNS:
         k = k0 + tl.arange(0, TILE_K)
-        base = column_sums + tl.cast(block, tl.int64) * width + k
+        base = sums + tl.cast(block, tl.int64) * width + k
         tl.store(base, tl.sum(sums_first, axis=0), mask=k < F)
         if KIND[1]:
             tl.store(base + F, tl.sum(sums_second, axis=0), mask=k < F)
@@ -364,13 +414,14 @@ def _activation_backward_tiles(
                     if KIND[1]:
                         second = load_inside(z + F + at * width + columns, inside, False).to(tl.float32)
                     g = load_inside(grad + at * F + columns, inside, False).to(tl.float32)
+                    g = _weighted(g, probs, at, EXPERTS)
                     _, d_first, d_second = _value_and_derivatives(first, second, KIND)
                     count += num_clamped(g * d_first, inverse, FP_MAX)
                     if KIND[1]:
                         count += num_clamped(g * d_second, inverse, FP_MAX)
             add_clamped(amax_out, tl.sum(count))
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            add_cast(amax_out, T, width)
+        if (tl.program_id(0) == 0) & (block == 0):
+            add_cast(amax_out, end if EXPERTS else T, width)
 
 
 def _constant(activation: Activation) -> tuple[str | float, ...]:
@@ -378,14 +429,37 @@ def _constant(activation: Activation) -> tuple[str | float, ...]:
     return activation.kind, activation.row.is_gated, *activation.parameters
 
 
-def _partial_amaxes(z: Tensor, grad: Tensor | None, activation: Activation) -> tuple[Tensor, int]:
+class Experts(NamedTuple):
+    """Rows of experts: their probabilities FP32 [T], and where groups start, int32 [E + 1]."""
+
+    probs: Tensor
+    offsets: Tensor
+
+
+def _rows_launched(experts: Experts | None, stand_in: Tensor) -> tuple[tuple[Tensor, Tensor], int, bool]:
+    """What kernels take of `experts`: two tensors, the number of experts, and whether there are any."""
+    if experts is None:
+        return (stand_in, stand_in), 0, False
+    return (experts.probs, experts.offsets), len(experts.offsets) - 1, True
+
+
+def _tile_sizes(F: int, experts: Experts | None) -> tuple[int, int]:
+    """Rows and columns of a tile. Experts are often narrower than one of many columns."""
+    return (_ROWS, _COLUMNS) if experts is None or F % _COLUMNS == 0 else _NARROW_TILE
+
+
+def _partial_amaxes(
+    z: Tensor, grad: Tensor | None, activation: Activation, experts: Experts | None
+) -> tuple[Tensor, int]:
     T, F = z.shape[0], z.shape[1] // activation.row.num_inputs
-    num_tiles = cdiv(T, _ROWS) * cdiv(F, _COLUMNS)
+    rows, columns = _tile_sizes(F, experts)
+    num_tiles = cdiv(T, rows) * cdiv(F, columns)
     num_partials = min(num_tiles, MAX_PARTIALS)
     partials = torch.empty(num_partials, dtype=torch.int32, device=z.device)
+    operands, num_experts, has_experts = _rows_launched(experts, z)
     _activation_amax[(num_partials,)](
-        z, z if grad is None else grad, partials, T, F, num_tiles, _constant(activation),
-        grad is not None, _ROWS, _COLUMNS,
+        z, z if grad is None else grad, *operands, partials, T, F, num_experts, num_tiles,
+        _constant(activation), grad is not None, has_experts, rows, columns,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -394,12 +468,19 @@ def _partial_amaxes(z: Tensor, grad: Tensor | None, activation: Activation) -> t
 
 def activation_amax(z: Tensor, activation: Activation) -> Tensor:
     """`reference.activation_amax`: FP32 [1]."""
-    return partials_to_amax(*_partial_amaxes(z.contiguous(), None, activation))
+    return amax_of_rows(z, None, activation, None)
 
 
 def activation_backward_amax(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
     """`reference.activation_backward_amax`: FP32 [1]."""
-    return partials_to_amax(*_partial_amaxes(z.contiguous(), grad.contiguous(), activation))
+    return amax_of_rows(z, grad, activation, None)
+
+
+def amax_of_rows(z: Tensor, grad: Tensor | None, activation: Activation, experts: Experts | None) -> Tensor:
+    """Amax of the activation, or with `grad` of the gradient of z, FP32 [1]."""
+    return partials_to_amax(
+        *_partial_amaxes(z.contiguous(), None if grad is None else grad.contiguous(), activation, experts)
+    )
 
 
 def activation_quantize(
@@ -411,15 +492,28 @@ def activation_quantize(
     amax_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.activation_quantize`: one launch with a given scale, two under current scaling."""
+    return quantize_rows(z, activation, dtype, scale, power_of_two, amax_out, None)
+
+
+def quantize_rows(
+    z: Tensor,
+    activation: Activation,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+    experts: Experts | None,
+) -> tuple[Tensor, Tensor]:
+    """`activation_quantize`, of experts too."""
     z = z.contiguous()
     T, F = z.shape[0], z.shape[1] // activation.row.num_inputs
     payload = torch.empty((T, F), dtype=dtype, device=z.device)
     current = scale is None
     taken = room_for_scale(current, z.device)
-    partials, num_partials = _partial_amaxes(z, None, activation) if current else (z, 0)
+    partials, num_partials = _partial_amaxes(z, None, activation, experts) if current else (z, 0)
     used = taken if scale is None else scale
     amax_taken = used if amax_out is None else amax_out
-    if not activation.row.is_gated:
+    if not activation.row.is_gated and experts is None:
         per_program = _FLAT_TILE * _FLAT_TILES
         _flat_quantize[(cdiv(z.numel(), per_program),)](
             z, payload, used, partials, amax_taken, z.numel(), num_partials,
@@ -429,9 +523,11 @@ def activation_quantize(
             enable_fp_fusion=True,
         )  # fmt: skip
         return payload, taken
-    _gated_quantize[(cdiv(T, _ROWS) * cdiv(F, _COLUMNS),)](
-        z, payload, used, partials, amax_taken, T, F, num_partials,
-        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _constant(activation), _ROWS, _COLUMNS,
+    rows, columns = _tile_sizes(F, experts)
+    operands, num_experts, has_experts = _rows_launched(experts, z)
+    _quantize_rows[(cdiv(T, rows) * cdiv(F, columns),)](
+        z, *operands, payload, used, partials, amax_taken, T, F, num_experts, num_partials,
+        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _constant(activation), has_experts, rows, columns,
         MAX_PARTIALS, num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -456,6 +552,25 @@ def activation_backward_quantize(
     Raises:
         ValueError: the number of rows is not a multiple of 4, or of columns not a multiple of 16.
     """
+    return backward_quantize_rows(
+        grad, z, activation, dtype, scale, power_of_two, amax_out, activation_dtype, activation_scale, column_sums, None
+    )
+
+
+def backward_quantize_rows(
+    grad: Tensor,
+    z: Tensor,
+    activation: Activation,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    power_of_two: bool,
+    amax_out: Tensor | None,
+    activation_dtype: torch.dtype,
+    activation_scale: Tensor,
+    column_sums: bool,
+    experts: Experts | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`activation_backward_quantize`, of experts too: then the sums are the probabilities' gradients, FP32 [T]."""
     grad, z = grad.contiguous(), z.contiguous()
     (T, Z), F = z.shape, grad.shape[1]
     check_layouts(T, F)
@@ -464,18 +579,21 @@ def activation_backward_quantize(
     activation_t = torch.empty((F, T), dtype=activation_dtype, device=z.device)
     current = scale is None
     taken = room_for_scale(current, z.device)
-    partials, num_partials = _partial_amaxes(z, grad, activation) if current else (z, 0)
+    partials, num_partials = _partial_amaxes(z, grad, activation, experts) if current else (z, 0)
     used = taken if scale is None else scale
     gated = _GATED_BACKWARD_SUMMED if column_sums else _GATED_BACKWARD
-    tile_m, num_warps, tiles, stages = gated if activation.row.is_gated else _FLAT_BACKWARD
-    blocks = cdiv(T, tiles * tile_m)
+    flat = _FLAT_BACKWARD if experts is None else _FLAT_BACKWARD_EXPERTS
+    tile_m, num_warps, tiles, stages = gated if activation.row.is_gated else flat
+    tiles_k, blocks = cdiv(F, _TILE_K), cdiv(T, tiles * tile_m)
     is_even = T % (tiles * tile_m) == 0 and F % _TILE_K == 0
-    sums = torch.empty((1, blocks, Z) if column_sums else (1, 1, 0), dtype=torch.float32, device=z.device)
-    _activation_backward_tiles[(cdiv(F, _TILE_K), blocks)](
-        grad, z, payload, payload_t, activation_t, used, activation_scale, partials,
-        used if amax_out is None else amax_out, sums, T, F, num_partials,
+    operands, num_experts, has_experts = _rows_launched(experts, z)
+    num_sums = (tiles_k, T) if has_experts else (blocks, Z) if column_sums else (1, 0)
+    sums = torch.empty((1, *num_sums), dtype=torch.float32, device=z.device)
+    _activation_backward_tiles[(tiles_k, blocks)](
+        grad, z, *operands, payload, payload_t, activation_t, used, activation_scale, partials,
+        used if amax_out is None else amax_out, sums, T, F, num_experts, num_partials,
         MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, recorded(amax_out), column_sums,
-        _constant(activation), is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
+        _constant(activation), has_experts, is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
         enable_fp_fusion=True,
     )  # fmt: skip
     return payload, payload_t, activation_t, sum_of_programs(sums)[0], taken

@@ -59,13 +59,13 @@ def _cast(
     return payload, taken
 
 
-@operator(gpu=None, fake=lambda z: fp32(z, 1), check=_check_activation)
+@operator(gpu=".activation_triton", fake=lambda z: fp32(z, 1), check=_check_activation)
 def expert_activation_amax(z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation) -> Tensor:
     """Amax of what `expert_activation_quantize` casts, FP32 [1], without writing it."""
     return _amax(_values(z, probs, activation), offsets)
 
 
-@operator(gpu=None, fake=lambda z: fp32(z, 1), check=_check_grad)
+@operator(gpu=".activation_triton", fake=lambda z: fp32(z, 1), check=_check_grad)
 def expert_activation_backward_amax(
     grad: Tensor, z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation
 ) -> Tensor:
@@ -74,7 +74,7 @@ def expert_activation_backward_amax(
 
 
 @operator(
-    gpu=None,
+    gpu=".activation_triton",
     fake=lambda z, activation, dtype, scale: (
         z.new_empty((len(z), z.shape[1] // activation.row.num_inputs), dtype=dtype),
         taken_scale(z, scale),
@@ -108,7 +108,7 @@ def expert_activation_quantize(
 
 
 @operator(
-    gpu=None,
+    gpu=".activation_triton",
     fake=lambda grad, z, dtype, scale, activation_dtype: (
         *layouts(z, dtype),
         layouts(grad, activation_dtype)[1],

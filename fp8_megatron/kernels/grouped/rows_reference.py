@@ -47,7 +47,7 @@ def _check_routing(routing_map: Tensor, num_rows: int) -> None:
 
 
 @operator(
-    gpu=None,
+    gpu=".rows_triton",
     fake=lambda routing_map, num_rows, top_k: (
         routing_map.new_empty(routing_map.shape[1] + 1, dtype=torch.int32),
         routing_map.new_empty(num_rows, dtype=torch.int32),
@@ -86,7 +86,7 @@ def _check_gather(x: Tensor, source: Tensor, transposed: bool) -> None:
 
 
 @operator(
-    gpu=None,
+    gpu=".rows_triton",
     fake=lambda x, source, rowwise, transposed: layouts(
         x.new_empty((len(source), x.shape[1])), x.dtype, rowwise=rowwise, transposed=transposed
     ),
@@ -118,7 +118,7 @@ def gather_rows(
     return rows if rowwise else empty, rows.t().contiguous() if transposed else empty
 
 
-@operator(gpu=None, fake=lambda y, rows: y.new_empty((len(rows), y.shape[1])))
+@operator(gpu=".rows_triton", fake=lambda y, rows: y.new_empty((len(rows), y.shape[1])))
 def sum_rows(y: Tensor, rows: Tensor) -> Tensor:
     """[T, H]: the sum of each token's rows of `y` [R, H], in FP32 and in the order of experts, rounded once.
 
