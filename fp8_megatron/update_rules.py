@@ -6,7 +6,7 @@ A rule is one file in `optimizer/rules/` and one row here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ class RuleEntry:
         stands_for: optimizers that `initialize` recognises.
         holds_squares: some state averages squares of gradients.
         split_place: of the rule over a split master; None: there is none.
-        has_flags: the trainer has a flag for each option. Otherwise they are given by ``--optimizer-options``.
+        settings: for an option, the trainer's settings that give it. Others are given by ``--optimizer-options``.
     """
 
     place: str
@@ -29,7 +29,7 @@ class RuleEntry:
     stands_for: tuple[str, ...]
     holds_squares: bool = False
     split_place: str | None = None
-    has_flags: bool = False
+    settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _ADAMW = RuleEntry(
@@ -38,17 +38,25 @@ _ADAMW = RuleEntry(
     stands_for=("torch.optim.adam.Adam", "torch.optim.adamw.AdamW"),
     holds_squares=True,
     split_place="split_adamw.SplitAdamW",
-    has_flags=True,
+    settings=MappingProxyType(
+        {
+            "betas": ("adam_beta1", "adam_beta2"),
+            "eps": ("adam_eps",),
+            "decoupled_weight_decay": ("decoupled_weight_decay",),
+        }
+    ),
 )
 _SGD = RuleEntry(
     "sgd.SGD",
     MappingProxyType({"momentum": 0.9, "dampening": 0.0, "nesterov": False}),
     stands_for=("torch.optim.sgd.SGD",),
+    settings=MappingProxyType({"momentum": ("sgd_momentum",)}),
 )
 _LION = RuleEntry(
     "lion.Lion",
     MappingProxyType({"betas": (0.95, 0.98)}),
     stands_for=("lion_pytorch.lion_pytorch.Lion",),
+    settings=MappingProxyType({"betas": ("lion_beta1", "lion_beta2")}),
 )
 #: By the names of ``--optimizer``.
 RULES: Mapping[str, RuleEntry] = MappingProxyType({"adam": _ADAMW, "adamw": _ADAMW, "sgd": _SGD, "lion": _LION})

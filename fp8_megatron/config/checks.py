@@ -65,7 +65,7 @@ def _check_optimizer(config: Config) -> Iterator[str]:
     try:
         _ = config.optimizer.rule_options
     except ValueError as error:
-        yield f"{error}; give --optimizer-options others"
+        yield str(error)
 
 
 def check_batches(config: Config, world_size: int, consumed_samples: int) -> None:

@@ -134,8 +134,6 @@ _DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 _LOSS_SCALE = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
 _ENDS = "reset_position_ids reset_attention_mask eod_mask_loss"
 _HISTORY = "fp8_amax_history_len fp8_amax_compute_algo fp8_margin"
-_WITHOUT_FLAGS = tuple(name for name, rule in RULES.items() if not rule.has_flags)
-_WITH_FLAGS = tuple(name for name, rule in RULES.items() if rule.has_flags)
 _WITHOUT_SQUARES = tuple(name for name, rule in RULES.items() if not rule.holds_squares)
 
 _RULES = (
@@ -176,12 +174,19 @@ _RULES = (
     Ignored(_HISTORY, _no_history, (), "choose --fp8-recipe delayed"),
     Ignored(_LOSS_SCALE, "precision", ("bf16", "fp8", "te"), "choose fp16", is_error=False),
     Ignored(_LOSS_SCALE, _constant_scale, (), "drop loss_scale"),
-    Ignored(
-        "adam_beta1 adam_beta2 adam_eps decoupled_weight_decay",
-        *("optimizer", _WITHOUT_FLAGS, "give --optimizer-options"),
-        is_error=False,
+    *(
+        Ignored(
+            " ".join(setting for names in rule.settings.values() for setting in names),
+            *(
+                "optimizer",
+                tuple(name for name, other in RULES.items() if other is not rule),
+                f"choose --optimizer {chosen}",
+            ),
+            is_error=chosen != "adam",
+        )
+        for chosen, rule in RULES.items()
+        if chosen != "adamw"
     ),
-    Ignored("optimizer_options", "optimizer", _WITH_FLAGS, "give --adam-beta1, --adam-beta2 and --adam-eps"),
     Ignored("exp_avg_sq_dtype", "optimizer", _WITHOUT_SQUARES, "choose --optimizer adam"),
     Ignored("lr_warmup_init", _no_warmup, (), "give --lr-warmup-iters", is_error=False),
     Ignored("min_lr decoupled_min_lr", "lr_decay_style", ("constant",), "choose another --lr-decay-style"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..update_rules import RULES
 from .fields import BelowOne, Count, CountOrZero, NotNegative, Positive, Samples, SamplesOrZero
+from .words import flag_name
 
 if TYPE_CHECKING:
     RuleName = str
@@ -21,8 +22,7 @@ class OptimizerConfig:
     optimizer: RuleName = "adam"
     """The update rule. adam and adamw are AdamW, as in Megatron."""
     optimizer_options: tuple[str, ...] = ()
-    """Options of an --optimizer that has no flags of its own, as name=value: momentum=0.9 nesterov=true, or
-    betas=0.95,0.98."""
+    """Options of --optimizer that have no flags of their own, as name=value: nesterov=true."""
     decoupled_weight_decay: bool = True
     """On: AdamW. Off: the L2 term is added to the gradient, so it enters both moments."""
     lr: Positive = 3e-4
@@ -71,6 +71,12 @@ class OptimizerConfig:
     """Decay of the second moment."""
     adam_eps: Positive = 1e-8
     """Term added to the denominator."""
+    sgd_momentum: BelowOne = 0.9
+    """Momentum of --optimizer sgd; 0: none."""
+    lion_beta1: BelowOne = 0.95
+    """Share of the momentum in the step of --optimizer lion."""
+    lion_beta2: BelowOne = 0.98
+    """Decay of the momentum of --optimizer lion."""
     clip_grad: NotNegative = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     loss_scale: Positive | None = None
@@ -95,28 +101,29 @@ class OptimizerConfig:
 
     @property
     def rule_options(self) -> dict[str, Any]:
-        """The options of the update rule, without those that keep its defaults.
+        """The options of the update rule: those with flags, and those of `optimizer_options`.
 
         Raises:
             ValueError: a word of `optimizer_options` gives no option of the rule, with the options that there are.
         """
-        if RULES[self.optimizer].has_flags:
-            return {
-                "betas": (self.adam_beta1, self.adam_beta2),
-                "eps": self.adam_eps,
-                "decoupled_weight_decay": self.decoupled_weight_decay,
-            }
-        return dict(self._option(word) for word in self.optimizer_options)
+        rule = RULES[self.optimizer]
+        options: dict[str, Any] = {}
+        for option, names in rule.settings.items():
+            values = tuple(getattr(self, name) for name in names)
+            options[option] = values if isinstance(rule.options[option], tuple) else values[0]
+        return options | dict(self._option(word) for word in self.optimizer_options)
 
     def _option(self, word: str) -> tuple[str, Any]:
-        defaults = RULES[self.optimizer].options
+        rule = RULES[self.optimizer]
+        without_flags = {name: default for name, default in rule.options.items() if name not in rule.settings}
         name, _, text = word.partition("=")
-        if name in defaults:
-            value = _option_value(text, defaults[name])
+        if name in without_flags:
+            value = _option_value(text, without_flags[name])
             if value is not None:
                 return name, value
-        known = " ".join(f"{name}={_shown(value)}" for name, value in defaults.items())
-        raise ValueError(f"optimizer_options({word}) is none of optimizer({self.optimizer}): it has {known}")
+        flags = [flag_name(setting) for names in rule.settings.values() for setting in names]
+        known = ", ".join(flags + [f"--optimizer-options {name}={_shown(it)}" for name, it in without_flags.items()])
+        raise ValueError(f"optimizer_options({word}) is none of optimizer({self.optimizer}), which has {known}")
 
 
 def _option_value(text: str, default: Any) -> Any:

@@ -95,6 +95,8 @@ VIRTUAL4 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-s
         (1, "--fp8-lm-head --make-vocab-size-divisible-by 1"),  # of 512 tokens
         (1, FP8_ATTENTION + "--first-last-layers-bf16 --recompute-granularity selective --recompute-modules mlp"),
         (2, "--check-weight-hash-across-dp-replicas-interval 10 --tensor-model-parallel-size 2"),
+        (1, "--optimizer sgd --sgd-momentum 0.8 --optimizer-options nesterov=true --adam-beta1 0.8"),
+        (1, "--optimizer lion --lion-beta1 0.9 --lion-beta2 0.99 --sgd-momentum 0.9"),
     ],
 )
 def test_what_works_passes(world_size: int, flags: str) -> None:
@@ -244,6 +246,22 @@ FULL = "--recompute-granularity full "
         (1, FP8_ATTENTION + "--reset-attention-mask", "cannot keep documents apart; drop it or reset_attention_mask"),
         (1, FP8_ATTENTION + "--recompute-granularity selective", "keeps no scores to recompute"),
         (1, FP8_ATTENTION + "--kv-channels 64", "takes heads of 128 columns, not 64"),
+        (
+            1,
+            "--sgd-momentum 0.8",
+            "sgd_momentum(0.8) has no effect under optimizer(adam); drop it or choose --optimizer sgd",
+        ),
+        (1, "--optimizer sgd --lion-beta2 0.9", "lion_beta2(0.9) has no effect under optimizer(sgd); drop it or"),
+        (
+            1,
+            "--optimizer sgd --optimizer-options momentum=0.8",
+            "optimizer_options(momentum=0.8) is none of optimizer(sgd), which has --sgd-momentum, --optimizer-options",
+        ),
+        (
+            1,
+            "--optimizer-options eps=0.1",
+            "(eps=0.1) is none of optimizer(adam), which has --adam-beta1, --adam-beta2, --adam-eps",
+        ),
         (1, "--bf16 --params-dtype fp8", "params_dtype(fp8) has no effect under precision(bf16)"),
         (1, "--bf16 --exp-avg-sq-dtype fp16", "exp_avg_sq_dtype(fp16) has no effect under precision(bf16)"),
         (1, "--params-dtype fp16", "a master in fp16 (main_params_dtype or opt_level O3) holds no more than the"),

@@ -39,6 +39,21 @@ def type_of(name: str) -> FieldType | None:
     return known.get(name)
 
 
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ("--optimizer sgd", {"momentum": 0.9}),
+        (
+            "--optimizer sgd --sgd-momentum 0.8 --optimizer-options nesterov=true",
+            {"momentum": 0.8, "nesterov": True},
+        ),
+        ("--optimizer lion --lion-beta1 0.9 --lion-beta2 0.99", {"betas": (0.9, 0.99)}),
+    ],
+)
+def test_options_of_an_update_rule(flags: str, options: dict[str, object]) -> None:
+    assert parse_command_line(["--bf16", *flags.split()]).config.optimizer.rule_options == options
+
+
 def test_no_option_of_megatron_is_left_out() -> None:
     assert sum(len(option.names) for option in OPTIONS if option.source == "0.20") == NUM_SPELLINGS
     assert {option.arity for option in OPTIONS} == {"0", "1", "optional", "list"}
