@@ -49,8 +49,8 @@ class Multiply(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         pairs = list(zip(grads[0], x, strict=True))
+        matrices = _operand(ctx.weight, transposed=True)  # before the gradient, which may update the weight
         ctx.weight.main_grad.accumulate_(torch.stack([grad.t() @ one for grad, one in pairs]).bfloat16())
-        matrices = _operand(ctx.weight, transposed=True)
         return torch.stack([grad @ matrix.t() for grad, matrix in zip(grads[0], matrices, strict=True)]), None
 
 

@@ -83,6 +83,30 @@ def test_specification(shape: tuple[int, int], block: int, transposed: bool) -> 
     assert_same(payload.t() if transposed else payload, expected)
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")],
+        ),
+    ],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(3, 64, 128), (5, 48, 272), (1, 64, 64)], ids=str)
+def test_each_expert_has_its_own_scale(shape: tuple[int, int, int], transposed: bool, device: str) -> None:
+    """Scales lie four floats apart, as the optimizer keeps them."""
+    experts, rows, columns = shape
+    weight, scales = (tensor.to(device) for tensor in stored((experts * rows, columns), 64))
+    weight, table = weight.view(shape), torch.rand(experts, 4, device=device).add_(0.01)
+    payload = ops.quantize_weight(weight, scales, table[:, 0], E4M3, transposed=transposed)
+    assert payload.is_contiguous()
+    parts = zip(weight, scales.view(experts, -1), table, strict=True)
+    for cast, (matrix, own, scale) in zip(payload, parts, strict=True):
+        assert_same(cast, ops.quantize_weight(matrix, own, scale[:1], E4M3, transposed=transposed))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_weight_with_a_kept_scale_is_cast_with_it(transposed: bool) -> None:
     """The operand of a layer's GEMM has the bits of the weight's FP32 values under the scale that its owner keeps."""

@@ -6,6 +6,7 @@ included (`tests.harness.experts` says why they can).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from fp8_megatron.dtypes import StorageDtype
 from fp8_megatron.planning.memory import model_storage
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.sharding.data_parallel import DataParallelModule
-from tests.harness.experts import NUM_EXPERTS, SHAPES, expert_run, initial_value
+from fp8_megatron.watch.replica_hash import PendingCheck, ReplicaCheck
+from tests.harness.experts import CPU, NUM_EXPERTS, SHAPES, expert_run, initial_value
 from tests.harness.ranks import RankPool
 
 F = StorageDtype
@@ -97,6 +99,33 @@ def test_any_expert_parallel_size_is_one_rank(ranks: RankPool, level: str) -> No
         assert_equal(trained(ranks, level, expert_ranks), expected)
     # Replicas of the experts, each with its own tokens.
     assert_equal(trained(ranks, level, 2, 2), trained(ranks, level, 1, 2))
+
+
+@pytest.mark.parametrize("level", ["O3", "O2", "4_bytes"])
+def test_released_gradients_are_those_of_the_step(ranks: RankPool, level: str) -> None:
+    config = config_of(level, 2)
+    released = replace(config, precision=replace(config.precision, release_gradients=True))
+    kept, updated = (ranks.run(_train, one, False, 1 << 30, num_ranks=2) for one in (config, released))
+    assert_equal(joined(updated, 2), joined(kept, 2))
+
+
+def _compare_replicas(config: Config) -> list[list[tuple[int, ...]]]:
+    """The groups of ranks that hold the same bits, by rank."""
+    with expert_run(config) as run:
+        run.train(0, 2)
+        topology = run.topology
+        check = ReplicaCheck(run.optimizer, [], stage_group=topology.stage_group, world=topology.world, device=CPU)
+        pending = PendingCheck(check)
+        pending.start()
+        pending.examine()
+        return check.layout
+
+
+@pytest.mark.parametrize("level", ["O3", "4_bytes"])
+def test_replicas_of_experts_compare_their_bits(ranks: RankPool, level: str) -> None:
+    """Two expert-parallel ranks with two replicas each; all ranks count the same steps."""
+    (layout, *_) = ranks.run(_compare_replicas, config_of(level, 2), num_ranks=4)
+    assert layout == [[(rank % 2, rank % 2 + 2), (0, 1, 2, 3)] for rank in range(4)]
 
 
 def _train_and_save(config: Config, folder: Path) -> dict[str, Tensor]:

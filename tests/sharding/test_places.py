@@ -18,13 +18,15 @@ from fp8_megatron.sharding.replicas import Replicas, Sharing
 from fp8_megatron.sharding.transport import SendMemory
 
 CPU = torch.device("cpu")
-#: Whole shapes, the axis and the pieces of the tensor-parallel cut.
-WHOLE: dict[str, tuple[tuple[int, int], int | None, int]] = {
+#: Whole shapes, the axis and the pieces of the tensor-parallel cut. Experts have three dimensions.
+WHOLE: dict[str, tuple[tuple[int, ...], int | None, int]] = {
     "fc1": ((256, 96), 0, 2),
     "fc2": ((96, 256), 1, 1),
     "narrow": ((96, 64), 1, 1),
     "wide": ((8, 2048), 1, 1),
     "qkv": ((144, 96), 0, 1),
+    "experts_fc1": ((4, 256, 64), 1, 2),
+    "experts_fc2": ((4, 64, 256), 2, 1),
     "embedding": ((512, 96), 0, 1),
     "position": ((64, 96), None, 1),
 }
@@ -33,9 +35,11 @@ MATRICES = ("embedding", "position")
 
 @dataclass
 class Layout:
-    """Tensor-parallel size, replicas, elements of a bucket, and the parameters of each stage."""
+    """Tensor-parallel size, ranks that share experts, replicas, elements of a bucket, and the parameters of each
+    stage."""
 
     tensor: int = 1
+    experts: int = 1
     replicas: int = 1
     bucket: int = 1 << 30
     stages: tuple[tuple[str, ...], ...] = (tuple(WHOLE),)
@@ -47,12 +51,18 @@ LAYOUTS = {
     "small_buckets": Layout(replicas=2, bucket=16384),
     "tensor": Layout(tensor=2),
     "tensor_4_replicas_3": Layout(tensor=4, replicas=3, bucket=20000),
+    "experts": Layout(experts=2),
+    "tensor_2_experts_4_replicas_2": Layout(tensor=2, experts=4, replicas=2, bucket=20000),
     "stages": Layout(stages=(("embedding", "fc2", "position"), ("wide", "narrow"), ("qkv", "fc1", "embedding"))),
 }
 
 
-def part(whole: Tensor, name: str, rank: int, size: int) -> Tensor:
+def part(whole: Tensor, name: str, layout: Layout, rank: int) -> Tensor:
+    """A rank's part of a parameter; tensor-parallel ranks are next to each other."""
     _, axis, pieces = WHOLE[name]
+    expert_rank, rank = divmod(rank, layout.tensor)
+    size = layout.tensor
+    whole = whole.chunk(layout.experts)[expert_rank] if whole.ndim == 3 else whole
     return whole if axis is None else torch.cat(whole.chunk(size * pieces, dim=axis)[rank::size], dim=axis)
 
 
@@ -60,10 +70,12 @@ def spaces(layout: Layout, stage: tuple[str, ...], rank: int, replica: int) -> l
     params, regions = {}, {}
     for name in stage:
         shape, axis, pieces = WHOLE[name]
-        value = part(torch.zeros(shape), name, rank, layout.tensor)
+        value = part(torch.zeros(shape), name, layout, rank)
         param = torch.nn.Parameter(value.bfloat16() if name in MATRICES else ScaledTensor.quantize(value))
         params[name] = param
-        regions[param] = Region(tuple(value.shape), axis, pieces, rank, layout.tensor)
+        expert_rank, tensor_rank = divmod(rank, layout.tensor)
+        experts = (expert_rank, layout.experts) if value.ndim == 3 else (0, 1)
+        regions[param] = Region(tuple(value.shape), axis, pieces, tensor_rank, layout.tensor, experts=experts)
     sharing = Sharing(Replicas(layout.replicas, replica, SendMemory(CPU), SendMemory(CPU)))
     return partition(params.items(), lambda _: sharing, region_of=regions.__getitem__, bucket_numel=layout.bucket)
 
@@ -79,10 +91,7 @@ def bits(layout: Layout, rank: int, stage: tuple[str, ...]) -> dict[str, Tensor]
                 for fragment in space.fragments(slot):
                     start = fragment.slot_start
                     flat[start : start + fragment.length] = drawn[fragment.shard_start :][: fragment.length]
-    return {
-        name: flat[: part(torch.empty(WHOLE[name][0]), name, rank, layout.tensor).numel()]
-        for name, flat in found.items()
-    }
+    return {name: flat[: part(torch.empty(WHOLE[name][0]), name, layout, rank).numel()] for name, flat in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +104,9 @@ def alone() -> dict[str, Tensor]:
 def test_an_element_has_the_same_bits_under_every_layout(alone: dict[str, Tensor], name: str) -> None:
     layout = LAYOUTS[name]
     for stage in layout.stages:
-        for rank in range(layout.tensor):
+        for rank in range(layout.tensor * layout.experts):
             for param, drawn in bits(layout, rank, stage).items():
-                expected = part(alone[param], param, rank, layout.tensor)
+                expected = part(alone[param], param, layout, rank)
                 assert torch.equal(drawn.view(expected.shape), expected), (param, rank)
 
 
@@ -119,7 +128,7 @@ def test_a_step_gives_the_same_bits_under_every_layout(name: str) -> None:
         stage = next(stage for stage in run.stages if "wide" in stage)
         ranks = []
         for rank in range(run.tensor):
-            local_grad, local_start = (part(value, "wide", rank, run.tensor) for value in (grad, start))
+            local_grad, local_start = (part(value, "wide", run, rank) for value in (grad, start))
             moved = torch.zeros(3, local_grad.numel())
             for replica in range(run.replicas):
                 for space in spaces(run, stage, rank, replica):
