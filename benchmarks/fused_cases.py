@@ -17,7 +17,7 @@ from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops
 
 
-class _Scaling:
+class Scaling:
     """Arguments of the operators beside their operands: a known scale with storage for the amax, or none."""
 
     def __init__(self, device: torch.device) -> None:
@@ -39,12 +39,12 @@ def norms(device: torch.device, tokens: int, hidden: int) -> Iterator[Case]:
 def _norm(device: torch.device, tokens: int, hidden: int, *, rms: bool) -> Iterator[Case]:
     kind, n = "RMSNorm" if rms else "LayerNorm", tokens * hidden
     at = f"{tokens}×{hidden}"
-    x = _rotating(device, tokens, hidden)
-    grad, residual = _rotating(device, tokens, hidden), _rotating(device, tokens, hidden)
+    x = rotating(device, tokens, hidden)
+    grad, residual = rotating(device, tokens, hidden), rotating(device, tokens, hidden)
     weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
     bias = None if rms else torch.zeros_like(weight)
     statistics = (4 if rms else 8) * tokens
-    scaling = _Scaling(device)
+    scaling = Scaling(device)
     for name, passes, scale in scaling:
         yield _norm_quantize(
             f"{kind} → E4M3, {name} {at}", x, weight, bias, rms, scale, (2 * passes + 1) * n + statistics
@@ -88,8 +88,8 @@ def _norm_quantize(
 def gradients(device: torch.device, tokens: int, width: int) -> Iterator[Case]:
     """Output gradients [tokens, width] to FP8 in both layouts, with a bias's gradient and without."""
     n, at = tokens * width, f"{tokens}×{width}"
-    g = _rotating(device, tokens, width)
-    scaling = _Scaling(device)
+    g = rotating(device, tokens, width)
+    scaling = Scaling(device)
     for name, passes, scale in scaling:
         yield _grad_output(f"gradient → E5M2 both layouts, bias sums, {name} {at}", g, scale, (2 * passes + 2) * n)
     yield Case(
@@ -116,7 +116,7 @@ def qkv_gradients(device: torch.device, tokens: int, hidden: int, *, head_dim: i
     by_token = [torch.randn(seq, batch, heads, head_dim, device=device).bfloat16() for _ in range(3)]
     for layout, grads in (("[b, h, s, d]", by_head), ("[s, b, h, d]", by_token)):
         for sums in (True, False):
-            for name, passes, scale in _Scaling(device):
+            for name, passes, scale in Scaling(device):
                 title = f"QKV gradients {layout} → E5M2{', bias sums' if sums else ''}, {name} {at}"
                 yield _qkv(title, grads, scale, (2 * passes + 2) * n, column_sums=sums)
 
@@ -131,7 +131,7 @@ def rotations(device: torch.device, tokens: int, hidden: int, *, head_dim: int =
     seq, n, at = tokens // batch, tokens * hidden, f"3 × {tokens}×{hidden}"
     angles = torch.rand(seq, 2, head_dim // 2, device=device)
     by_head = [torch.randn(batch, heads, seq, head_dim, device=device).bfloat16().permute(2, 0, 1, 3) for _ in range(3)]
-    y = _rotating(device, tokens, 3 * hidden)
+    y = rotating(device, tokens, 3 * hidden)
     for interleaved in (False, True):
         rotation = ops.Rotation(angles, head_dim, interleaved)
         yield _rotation(f"RoPE{', interleaved' if interleaved else ''} {at}", y, rotation, 2 * n * 4 + angles.nbytes)
@@ -141,7 +141,7 @@ def rotations(device: torch.device, tokens: int, hidden: int, *, head_dim: int =
         lambda _: ops.unrotate_qkv_grad(by_head, rotation),
         3 * n * 4 + angles.nbytes,
     )
-    for name, passes, scale in _Scaling(device):
+    for name, passes, scale in Scaling(device):
         title = f"QKV gradients [b, h, s, d] rotated back → E5M2, {name} {at}"
         yield _rotated_qkv(title, by_head, rotation, scale, (2 * passes + 2) * 3 * n + passes * angles.nbytes)
 
@@ -151,7 +151,7 @@ def grouped_rotations(device: torch.device, tokens: int, hidden: int, *, head_di
     groups = hidden // head_dim // 4
     width, at = 6 * groups * head_dim, f"{tokens}×{6 * groups * head_dim}"
     rotation = ops.Rotation(torch.rand(tokens, 2, head_dim // 2, device=device), head_dim, False)
-    y, n, angles = _rotating(device, tokens, width), tokens * width, rotation.cos_sin.nbytes
+    y, n, angles = rotating(device, tokens, width), tokens * width, rotation.cos_sin.nbytes
     yield Case(
         f"RoPE of grouped queries, split {at}",
         lambda i: ops.split_rotated_qkv(y(i), rotation, heads_per_group=4),
@@ -180,7 +180,7 @@ def attention_casts(
     width = (heads + 2 * groups) * head_dim
     n, at = tokens * width, f"{tokens}×{width}, {heads_per_group} a group"
     rotation = ops.Rotation(torch.rand(tokens, 2, head_dim // 2, device=device), head_dim, False)
-    y, angles = _rotating(device, tokens, width), rotation.cos_sin.nbytes
+    y, angles = rotating(device, tokens, width), rotation.cos_sin.nbytes
     known = [ops.KnownCast(torch.ones(4, device=device)[:1], torch.zeros(4, device=device)[:3]) for _ in range(3)]
     yield Case(
         f"RoPE → query, key, value in E4M3 {at}",
@@ -223,9 +223,9 @@ def activations(device: torch.device, tokens: int, width: int, kind: str) -> Ite
     function = Activation(kind)
     columns, title, at = function.row.num_inputs, function.row.title, f"{tokens}×{width}"
     n = tokens * width
-    z = _rotating(device, tokens, columns * width)
-    grad = _rotating(device, tokens, width)
-    scaling = _Scaling(device)
+    z = rotating(device, tokens, columns * width)
+    grad = rotating(device, tokens, width)
+    scaling = Scaling(device)
     for name, passes, scale in scaling:
         yield _activation(f"{title} → E4M3, {name} {at}", z, function, scale, (2 * columns * passes + 1) * n)
     for sums in (True, False):
@@ -275,5 +275,5 @@ def cross_entropy(device: torch.device, tokens: int, vocab_size: int) -> Iterato
     )
 
 
-def _rotating(device: torch.device, rows: int, columns: int) -> Rotating:
+def rotating(device: torch.device, rows: int, columns: int) -> Rotating:
     return Rotating(lambda: torch.randn(rows, columns, device=device, dtype=torch.bfloat16))

@@ -21,6 +21,7 @@ from dataclasses import asdict
 import attention_cases
 import block_cases
 import fused_cases
+import grouped_cases
 import kernel_cases
 import linear_cases
 import torch
@@ -39,14 +40,27 @@ CAST_SHAPES = ((16384, 4096), (4096, 16384))
 GEMMS = ((TOKENS, 3 * HIDDEN, HIDDEN), (TOKENS, HIDDEN, HIDDEN), (TOKENS, FFN, HIDDEN), (TOKENS, HIDDEN, FFN))
 #: Outputs and inputs of Llama-3-8B's QKV, FC1 and FC2; its projection is GPT-7B's.
 LLAMA_LAYERS = ((6144, HIDDEN), (28672, HIDDEN), (HIDDEN, 14336))
+#: Tokens, hidden size, width of an expert, experts, and experts of a token: Qwen3-30B-A3B and Mixtral-8x7B.
+EXPERTS = ((TOKENS, 2048, 768, 128, 8), (TOKENS, HIDDEN, 14336, 8, 2))
 #: Sequences of a micro-batch, and tokens of each.
 ATTENTION_SHAPES = ((4, 2048), (1, 8192))
 #: Llama-3-8B's head.
 HEAD_SHAPE = (TOKENS, 128256, HIDDEN)
 LINEAR, HEAD = "linear", "head"
 SECTIONS = (
-    *("quantization", "norms", "gradients", "activations", "attention", "loss", "blockwise", "optimizer", "gemms"),
-    *("block_casts", "block_gemms", LINEAR, HEAD),
+    *(
+        "quantization",
+        "norms",
+        "gradients",
+        "activations",
+        "experts",
+        "attention",
+        "loss",
+        "blockwise",
+        "optimizer",
+        "gemms",
+    ),
+    *("experts", "block_casts", "block_gemms", LINEAR, HEAD),
 )
 
 
@@ -69,6 +83,10 @@ def cases(section: str, device: torch.device, log2_elements: int) -> Iterator[Ca
             yield from fused_cases.activations(device, TOKENS, FFN, "gelu")
             yield from fused_cases.activations(device, TOKENS, LLAMA_FFN, "swiglu")
             yield from fused_cases.activations(device, TOKENS, FFN, "squared_relu")
+        case "experts":
+            for tokens, hidden, width, num_experts, top_k in EXPERTS:
+                yield from grouped_cases.rows(device, tokens, hidden, num_experts, top_k)
+                yield from grouped_cases.activations(device, tokens, width, num_experts, top_k)
         case "attention":
             for batch, seq in ATTENTION_SHAPES:
                 yield from attention_cases.attention(device, batch, seq)

@@ -36,6 +36,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
         "kernel_cases",
         "block_cases",
         "fused_cases",
+        "grouped_cases",
         "attention_cases",
         "linear_cases",
         "kernels",
@@ -88,6 +89,8 @@ def all_cases(benchmark: Any) -> Iterator[Any]:
     yield from fused.activations(CPU, 512, 512, "gelu")
     yield from fused.activations(CPU, 512, 256, "swiglu")
     yield from fused.activations(CPU, 512, 512, "squared_relu")
+    yield from benchmark["grouped_cases"].rows(CPU, 256, 512, 4, 2)
+    yield from benchmark["grouped_cases"].activations(CPU, 256, 256, 4, 2)
     yield from fused.cross_entropy(CPU, 64, 2048)
     yield from kernels.blockwise(CPU, 2**16)
     yield from kernels.optimizer(CPU, 2**16)

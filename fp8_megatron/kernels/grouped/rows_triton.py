@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...dtypes import GROUP_ROWS
 from ..launch import MOST_SHAPES, PreparedLaunch
 from ..quantize.triton import TILE_K, TILE_M, no_values, store_transposed
 from ..shapes import cdiv, empty, empty_vector, next_power_of_2
-from .rows_reference import GROUP_ROWS
 
 # Tokens of a program, and elements of the map that it holds at once.
 _TOKENS, _MAP_TILE = 128, 4096
@@ -29,7 +29,7 @@ _FILL = 1024
 _GATHER_ROWS, _GATHER_WORDS = 8, 512
 # Tokens and columns of a tile of the sum.
 _SUM_TOKENS, _SUM_COLUMNS = 2, 1024
-_NUM_WARPS, _TRANSPOSING_WARPS = 4, 8
+_NUM_WARPS, _TRANSPOSING_WARPS, _ROUTING_WARPS = 4, 8, 8
 
 
 @triton.jit
@@ -175,8 +175,8 @@ def _routing_launches(T: int, E: int, R: int, top_k: int) -> tuple[int, Prepared
     experts = max(next_power_of_2(E), 8)
     tiles = (_TOKENS, experts, max(min(_MAP_TILE // experts, _TOKENS), 1))
     counting, placing = (T, E, R, T * top_k, *tiles, _FILL), (T, E, R, blocks, top_k, *tiles, GROUP_ROWS)
-    count = PreparedLaunch(_count_rows, (blocks,), *counting, num_warps=_NUM_WARPS, enable_fp_fusion=True)
-    place = PreparedLaunch(_place_rows, (blocks,), *placing, num_warps=_NUM_WARPS, enable_fp_fusion=True)
+    count = PreparedLaunch(_count_rows, (blocks,), *counting, num_warps=_ROUTING_WARPS, enable_fp_fusion=True)
+    place = PreparedLaunch(_place_rows, (blocks,), *placing, num_warps=_ROUTING_WARPS, enable_fp_fusion=True)
     return blocks * experts, count, place
 
 
