@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
@@ -16,10 +20,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..activation_functions import Activation
+from ..device.group import Group
 from ..dtypes import E4M3
-from ..nn.experts import experts, fp8_experts, grouped_by_expert
+from ..nn.experts import exchange_choices, experts, fp8_experts, grouped_by_expert
 from ..nn.gemms import LinearParams
 from ..nn.links import LinearLinks
+from ..nn.parallelism import LOCAL, Local, SequenceColumn, SequenceRow
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
 from .tensor_parallel import as_scaled
@@ -144,25 +150,32 @@ class ExpertLinear(torch.nn.Module):
     """The weights [E, N, K] of one projection of all experts on this rank; `Experts` multiplies with them.
 
     Args:
+        shape: [E, N, K].
         recipe: formats and scaling of the operands; None: 16 bits.
+        parallelism: how ranks with other experts share the tokens.
     """
 
     def __init__(
-        self, config: TransformerConfig, num_outputs: int, num_inputs: int, recipe: Recipe | None, links: LinearLinks
+        self,
+        config: TransformerConfig,
+        shape: tuple[int, int, int],
+        recipe: Recipe | None,
+        links: LinearLinks,
+        parallelism: Local,
     ) -> None:
         super().__init__()
-        shape, device = (config.num_moe_experts, num_outputs, num_inputs), _device(config)
-        self.links = links
+        device, self.links, self.parallelism = _device(config), links, parallelism
         if recipe is None:
             self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-            return
-        payload = torch.zeros(shape, dtype=E4M3, device=device)
-        self.weight = torch.nn.Parameter(ScaledTensor(payload, torch.ones(shape[0], device=device)))
-        self.quantizers: LinearQuantizers = recipe.expert_quantizers()
+        else:
+            payload = torch.zeros(shape, dtype=E4M3, device=device)
+            self.weight = torch.nn.Parameter(ScaledTensor(payload, torch.ones(shape[0], device=device)))
+            self.quantizers: LinearQuantizers = recipe.expert_quantizers()
+        self.weight.is_expert = True  # type: ignore[attr-defined]
 
     def linear_params(self) -> LinearParams:
         """The layer, for the function that computes it."""
-        return LinearParams(as_scaled(self.weight), None, self.quantizers, links=self.links)
+        return LinearParams(as_scaled(self.weight), None, self.quantizers, self.parallelism, self.links)
 
     def extra_repr(self) -> str:
         """Sizes and casts."""
@@ -173,6 +186,7 @@ class Experts(torch.nn.Module):
     """The experts of a layer: two projections and the activation between them (`nn.experts`).
 
     Args:
+        ranks: that share the experts of a layer, each with its own tokens.
         activation: of the MLPs.
         fc1, fc2: the links of the projections.
     """
@@ -180,17 +194,20 @@ class Experts(torch.nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
+        ranks: Group,
         recipe: Recipe | None,
         activation: Activation,
         fc1: LinearLinks,
         fc2: LinearLinks,
     ) -> None:
         super().__init__()
-        width = config.moe_ffn_hidden_size
+        width, hidden, count = config.moe_ffn_hidden_size, config.hidden_size, config.num_moe_experts // ranks.size()
+        self.ranks = ranks if ranks.size() > 1 else None
         self.activation, self.top_k = activation, config.moe_router_topk
         columns = 2 * width if config.gated_linear_unit else width
-        self.linear_fc1 = ExpertLinear(config, columns, config.hidden_size, recipe, fc1)
-        self.linear_fc2 = ExpertLinear(config, config.hidden_size, width, recipe, fc2)
+        gathers, scatters = (LOCAL, LOCAL) if self.ranks is None else (SequenceColumn(ranks), SequenceRow(ranks))
+        self.linear_fc1 = ExpertLinear(config, (count, columns, hidden), recipe, fc1, gathers)
+        self.linear_fc2 = ExpertLinear(config, (count, hidden, width), recipe, fc2, scatters)
         if recipe is not None and config.hidden_dropout == 0.0:
             fc2.early_cast.expect(self.linear_fc2.quantizers.grad_output, transposed=False)
         #: Modules whose parameters the forward reads without calling them.
@@ -199,11 +216,16 @@ class Experts(torch.nn.Module):
 
     def forward(self, x: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
         """[T, H] → [T, H]; probabilities FP32 [T, E], routing map bool [T, E]."""
+        fc1, fc2, ranks = self.linear_fc1, self.linear_fc2, self.ranks
+        if ranks is not None:
+            probs, routing_map = exchange_choices(probs, routing_map, ranks)
         groups = grouped_by_expert(routing_map, self.top_k)
-        fc1, fc2 = self.linear_fc1, self.linear_fc2
         if self.is_fp8:
             return fp8_experts(x, probs, groups, fc1.linear_params(), fc2.linear_params(), self.activation)
-        return experts(x, probs, groups, fc1.weight, fc2.weight, self.activation)
+        if ranks is not None:
+            x = gather_from_sequence_parallel_region(x, group=ranks)
+        output = experts(x, probs, groups, fc1.weight, fc2.weight, self.activation)
+        return output if ranks is None else reduce_scatter_to_sequence_parallel_region(output, group=ranks)
 
 
 class SharedExpert(MLP):
@@ -251,7 +273,7 @@ class MixtureOfExperts(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.router = Router(config, pg_collection)
-        self.experts = Experts(config, recipe, activation, fc1, fc2)
+        self.experts = Experts(config, pg_collection.ep, recipe, activation, fc1, fc2)
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpert(config, shared_expert, pg_collection)

@@ -7,6 +7,10 @@ the gradient of the token, cast once. Each GEMM is one launch for all experts, a
 tokens (`kernels.grouped`).
 
 Forward keeps the tokens in FP8, fc1's output z in 16 bits, and where rows lie.
+
+Ranks that share the experts, each with other tokens, gather the tokens in FP8, as under sequence parallelism (fc1 is a
+`SequenceColumn`), and each adds what its experts give to the others' (fc2 is a `SequenceRow`). So all sizes are known
+to the host. Of the probabilities and the choice of experts each rank gets the columns of its experts.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from ..activation_functions import Activation
+from ..device.group import Group
 from ..formats.format import Quantized
 from ..kernels import ops
 from ..kernels.ops import Groups
@@ -26,7 +31,39 @@ from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import ExpertActivationGradSource, ExpertActivationSource, TensorSource
 from ..quantization.weight_grad import WeightGrad
 from .first_order import once_differentiable
-from .gemms import LinearParams, delivered_wgrad, transposed_weight, weight_operand
+from .gemms import Computed, LinearParams, delivered_wgrad, transposed_weight, weight_operand
+
+
+def exchange_choices(probs: Tensor, routing_map: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """For the experts of this rank what every rank's router says: from [T, E] to [ranks · T, E / ranks].
+
+    Args:
+        probs: FP32, not negative.
+        routing_map: bool.
+    """
+    chosen: Tensor = _ExchangeColumns.apply(torch.where(routing_map, probs, -1.0), group)
+    is_chosen = chosen >= 0.0
+    return torch.where(is_chosen, chosen, 0.0), is_chosen
+
+
+class _ExchangeColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.shape = group, value.shape
+        num_tokens, num_experts = value.shape
+        parts = value.view(num_tokens, group.size(), num_experts // group.size()).transpose(0, 1).contiguous()
+        received = torch.empty_like(parts)
+        torch.distributed.all_to_all_single(received, parts, group=group)
+        return received.view(-1, parts.shape[2])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        num_tokens, num_experts = ctx.shape
+        parts = grad.contiguous().view(ctx.group.size(), num_tokens, -1)
+        received = torch.empty_like(parts)
+        torch.distributed.all_to_all_single(received, parts, group=ctx.group)
+        return received.transpose(0, 1).reshape(num_tokens, num_experts), None
 
 
 def grouped_by_expert(routing_map: Tensor, top_k: int) -> Groups:
@@ -36,6 +73,7 @@ def grouped_by_expert(routing_map: Tensor, top_k: int) -> Groups:
         routing_map: bool [T, E], which experts a token goes to; at most `top_k`.
     """
     num_tokens, num_experts = routing_map.shape
+    top_k = min(top_k, num_experts)
     return Groups(*ops.routed_rows(routing_map, ops.most_rows(num_tokens, top_k, num_experts), top_k))
 
 
@@ -46,8 +84,9 @@ def fp8_experts(
     ``main_grad``.
 
     Args:
-        x: BF16 [T, H].
-        probs: FP32 [T, E], read where `groups` has a row.
+        x: BF16 [T, H], this rank's tokens.
+        probs: FP32 [T, E], read where `groups` has a row; with `SequenceColumn` of all ranks' tokens, for this rank's
+            experts, as `groups` (`exchange_choices`).
         fc1, fc2: weights [E, Z, H] and [E, H, F], without biases.
         activation: between both GEMMs.
 
@@ -74,15 +113,15 @@ class _FP8Experts(torch.autograd.Function):
         activation: Activation,
         needs_backward: bool,
     ) -> Tensor:
-        tokens = fc1.quantizers.input.quantize(TensorSource(x))
-        z = tokens.gather(groups).multiply_groups(weight_operand(fc1), groups.offsets)
+        tokens = fc1.quantizers.input.quantize(TensorSource(x), sync=fc1.parallelism.sync)
+        z = fc1.parallelism.gather(tokens).whole().gather(groups).multiply_groups(weight_operand(fc1), groups.offsets)
         row_probs = probs_of_rows(probs, groups)
         hidden = fc2.quantizers.input.quantize(ExpertActivationSource(z, row_probs, groups.offsets, activation))
         y = hidden.multiply_groups(weight_operand(fc2), groups.offsets)
         if needs_backward:
             ctx.save_for_backward(tokens.payload, tokens.scale, z, row_probs, hidden.scale, *groups)
             ctx.fc1, ctx.fc2, ctx.activation, ctx.probs_shape = fc1, fc2, activation, probs.shape
-        return ops.sum_rows(y, groups.rows)
+        return fc2.parallelism.sum(Computed(ops.sum_rows(y, groups.rows)))
 
     @staticmethod
     @once_differentiable
@@ -102,12 +141,14 @@ class _FP8Experts(torch.autograd.Function):
         del source
         grad_weight2 = _deliver(rows.t, cast.activation.t, fc2, dtype, offsets)
         del rows
-        grad_x = ops.sum_rows(cast.operand.multiply_groups(transposed_weight(fc1), offsets), groups.rows)
-        tokens = Quantized(payload, None, scale, fc1.quantizers.input.format)
-        columns = tokens.gather(groups, rowwise=False, transposed=True).t
+        tokens = fc1.parallelism.gather(Quantized(payload, None, scale, fc1.quantizers.input.format))
+        grad_rows = cast.operand.multiply_groups(transposed_weight(fc1), offsets)
+        grad_x = fc1.parallelism.start_grad_sum(Computed(ops.sum_rows(grad_rows, groups.rows)))
+        del grad_rows
+        columns = tokens.whole().gather(groups, rowwise=False, transposed=True).t
         grad_weight1 = _deliver(cast.operand.t, columns, fc1, dtype, offsets)
         grad_probs = _probs_of_tokens(cast.grad_probs, groups, ctx.probs_shape)
-        return grad_x, grad_probs, grad_weight1, grad_weight2, *[None] * 5
+        return grad_x.wait(), grad_probs, grad_weight1, grad_weight2, *[None] * 5
 
 
 def _deliver(

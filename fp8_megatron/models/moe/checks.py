@@ -59,8 +59,6 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             f"expert_model_parallel_size that divides the experts"
         )
     # Each of these goes where it is built.
-    if ep > 1:
-        yield f"expert_model_parallel_size({ep}): every rank holds all experts of its layers so far; choose 1"
     if tp > 1:
         yield f"num_experts with tensor_model_parallel_size({tp}): experts need whole layers so far; choose 1"
     if parallel.expert_tensor_parallel_size not in (None, 1):
