@@ -82,16 +82,6 @@ class FP8MultiheadAttention(ChildNames, torch.nn.MultiheadAttention):
             become_plain_attention(copied)
         return copied
 
-    @property
-    def in_proj_weight(self) -> Tensor | None:  # type: ignore[override]
-        """The weight [3 · embed_dim, embed_dim] of query, key and value."""
-        return self.in_proj.weight
-
-    @property
-    def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
-        """The bias [3 · embed_dim] of query, key and value."""
-        return self.in_proj.bias
-
     def forward(
         self,
         query: Tensor,
@@ -188,29 +178,12 @@ class FP8SeparateAttention(FP8MultiheadAttention):
     k_proj: FP8Linear
     v_proj: FP8Linear
 
-    @property
-    def in_proj_weight(self) -> None:  # type: ignore[override]
-        """There is none."""
+    in_proj_weight = None  # type: ignore[assignment]
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
         """The bias [3 · embed_dim] of query, key and value."""
         return self._parameters["in_proj_bias"]
-
-    @property
-    def q_proj_weight(self) -> Tensor:  # type: ignore[override]
-        """The weight [embed_dim, embed_dim] of the query."""
-        return self.q_proj.weight
-
-    @property
-    def k_proj_weight(self) -> Tensor:  # type: ignore[override]
-        """The weight [embed_dim, kdim] of the key."""
-        return self.k_proj.weight
-
-    @property
-    def v_proj_weight(self) -> Tensor:  # type: ignore[override]
-        """The weight [embed_dim, vdim] of the value."""
-        return self.v_proj.weight
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> _Three:
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -72,10 +73,14 @@ class Swap:
 
 
 class ChildNames(torch.nn.Module):
-    """Gives parameters of children the original's names in a state dict, and takes such state dicts."""
+    """Gives parameters of children the original's names: as attributes, and in state dicts."""
 
     #: The original's name of a parameter → its name here.
     original_names: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        for theirs, ours in cls.original_names.items():
+            setattr(cls, theirs, property(attrgetter(ours)))
 
     def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> Any:
         """torch's, with the original's names, in its order: its own parameters, then those of its children."""

@@ -275,26 +275,6 @@ class FP8LayerNormMLP(ChildNames):
         activated = ACTIVATIONS[self.activation](z.float(), **self.activation_params).to(z.dtype)
         return FP8Linear.forward(self.fc2, activated)
 
-    @property
-    def fc1_weight(self) -> Tensor:
-        """fc1's weight [ffn, hidden], by Transformer Engine's name."""
-        return self.fc1.weight
-
-    @property
-    def fc2_weight(self) -> Tensor:
-        """fc2's weight [hidden, ffn], by Transformer Engine's name."""
-        return self.fc2.weight
-
-    @property
-    def fc1_bias(self) -> Tensor | None:
-        """fc1's bias [ffn], by Transformer Engine's name."""
-        return self.fc1.bias
-
-    @property
-    def fc2_bias(self) -> Tensor | None:
-        """fc2's bias [hidden], by Transformer Engine's name."""
-        return self.fc2.bias
-
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """torch's, with Transformer Engine's names."""
         destination = super().state_dict(*args, prefix=prefix, **kwargs)

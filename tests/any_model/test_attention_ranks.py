@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
 from fp8_megatron.dtypes import LEVELS
-from tests.any_model.test_fsdp_optimizer import cpu_mesh, whole_weights
+from tests.any_model.test_fsdp_optimizer import whole_weights
+from tests.harness.fp8_models import shard
 from tests.harness.ranks import RankPool, on_default_group
 
 Group = torch.distributed.ProcessGroup
@@ -58,12 +58,7 @@ def sharded(level: str) -> tuple[Model, Any]:
     torch.manual_seed(0)
     model = Model().bfloat16()
     replace_linears(model, weight=LEVELS[level].weight)
-    layers = (*model.transformer.encoder.layers, *model.transformer.decoder.layers, model.look, model)
-    for module in layers:
-        fully_shard(module, mesh=cpu_mesh())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    shard(*model.transformer.encoder.layers, *model.transformer.decoder.layers, model.look, model)
     model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), level)
     reduce_in_own_dtype(model)
     return model, optimizer

@@ -26,6 +26,8 @@ from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.errors import UserError
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from tests.harness import fp8_models
+from tests.harness.fp8_models import masters
 from tests.harness.ranks import RankError, RankPool, on_default_group
 
 NUM_STEPS = 4
@@ -63,13 +65,6 @@ def build(
     return model, build_optimizer(model, user, replace_linears(model, weight=LEVELS[level].weight), level)
 
 
-def values(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (param.master_value() if isinstance(param, ScaledTensor) else param.detach()).to("cpu", copy=True)
-        for name, param in model.named_parameters()
-    }
-
-
 class Outcome(NamedTuple):
     """What one rank has after its last step."""
 
@@ -103,7 +98,7 @@ def with_equal_gradients(group: Group, level: str, dtype: torch.dtype, device: s
         index: {key: (str(tensor.dtype), tensor.float().cpu()) for key, tensor in entry.items()}
         for index, entry in optimizer.state_dict()["state"].items()
     }
-    return Outcome(norms, values(model), dequantized, state, optimizer.storage_bytes)
+    return Outcome(norms, masters(model), dequantized, state, optimizer.storage_bytes)
 
 
 def assert_equal(outcome: Outcome, single: Outcome, last_bit: float = 0.0) -> None:
@@ -161,7 +156,7 @@ def _on_data(
         mean = torch.tensor([total])
         torch.distributed.all_reduce(mean, group=group)
         losses.append(mean.item() / size)
-    return losses, values(model), norms
+    return losses, masters(model), norms
 
 
 @pytest.mark.parametrize(("num_micro_batches", "clips"), [(1, "torch"), (2, "ours")])
@@ -209,7 +204,7 @@ def _linears_alone(group: Group, wraps: bool, biases: tuple[bool, bool]) -> tupl
         losses.append(loss.item())
     copied = copy.deepcopy(model)  # it has no replicas
     copied(x).sum().backward()
-    return losses, values(model)
+    return losses, masters(model)
 
 
 @pytest.mark.parametrize("biases", [(True, True), (False, True)], ids=["biases", "one bias"])
@@ -332,7 +327,7 @@ def _resumed(group: Group, level: str, file: bytes | None) -> tuple[bytes, dict[
         optimizer.step()
     saving = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saving)
-    return saving.getvalue(), values(model)
+    return saving.getvalue(), masters(model)
 
 
 @pytest.mark.parametrize("level", ["O1", "O3"])
@@ -497,7 +492,7 @@ def _scaled(group: Group, unscales: bool) -> tuple[list[float], int, dict[str, T
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    return scales, optimizer.num_skipped_steps, values(model)
+    return scales, optimizer.num_skipped_steps, masters(model)
 
 
 @pytest.mark.parametrize("unscales", [False, True])
@@ -549,7 +544,7 @@ def _unfreezes(group: Group) -> tuple[float, dict[str, Tensor]]:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01).item())
         optimizer.step()
         optimizer.zero_grad()
-    return norms[2], values(model)
+    return norms[2], masters(model)
 
 
 def test_layers_are_unfrozen_between_steps(ranks: RankPool) -> None:
@@ -582,7 +577,7 @@ def _has_two_optimizers(group: Group) -> dict[str, Tensor]:
             each.zero_grad()
     with pytest.raises(OptimizerError, match=r"DDP reduces the gradient of norm\.weight already.*before DDP wraps"):
         optimizer.add_param_group({"params": [model.norm.weight]})
-    return values(model)
+    return masters(model)
 
 
 def test_ddp_reduces_what_another_optimizer_updates(ranks: RankPool) -> None:
@@ -651,7 +646,7 @@ def trained(group: Group, pair: int, with_ddp: bool) -> Trained:
         losses.append(loss.item())
     state = optimizer.state_dict()["state"]
     floats = {index: {key: value.float() for key, value in entry.items()} for index, entry in state.items()}
-    return Trained(losses, {name: value.float() for name, value in values(model).items()}, floats)
+    return Trained(losses, {name: value.float() for name, value in masters(model).items()}, floats)
 
 
 def trained_in_pairs(group: Group, pairs: list[list[int]], with_ddp: bool) -> Trained:
@@ -676,12 +671,6 @@ def test_each_group_of_ranks_has_a_model(ranks: RankPool, pairs: list[list[int]]
         alone = ranks.run(on_default_group, trained, pair, with_ddp, num_ranks=2)
         for rank, expected in zip(sorted(members), alone, strict=True):
             assert everyones[rank].losses == expected.losses
-            assert_equal_tensors(everyones[rank].values, expected.values)
+            fp8_models.assert_equal(everyones[rank].values, expected.values)
             for index, entry in expected.state.items():
-                assert_equal_tensors(everyones[rank].state[index], entry)
-
-
-def assert_equal_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+                fp8_models.assert_equal(everyones[rank].state[index], entry)

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, async_save, load, save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.quantization.amax_history import AmaxHistory
-from tests.any_model.test_fsdp_optimizer import build, cpu_mesh, train_step, whole_weights
+from tests.any_model.test_fsdp_optimizer import build, train_step, whole_weights
+from tests.harness.fp8_models import cpu_mesh, shard
 from tests.harness.ranks import RankPool, on_default_group
 
 Group = torch.distributed.ProcessGroup
@@ -149,9 +149,7 @@ def delayed_model(
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
     replace_linears(model, recipe="delayed")
-    fully_shard(model, mesh=mesh or cpu_mesh())
-    assert isinstance(model, FSDPModule)
-    model.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    shard(model, mesh=mesh or cpu_mesh())
     model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
     history = model[1].quantizers.input.history
     assert isinstance(history, AmaxHistory)
@@ -196,7 +194,7 @@ def frozen_model(group: Group) -> tuple[torch.nn.Module, FP8Optimizer]:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
     model[0].requires_grad_(False)
     replace_linears(model)
-    fully_shard(model, mesh=cpu_mesh())
+    shard(model)
     return fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
 
 

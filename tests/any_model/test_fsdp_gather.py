@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from tests.harness.fp8_models import shard
 from tests.harness.ranks import RankPool, on_default_group
 
 Group = torch.distributed.ProcessGroup
@@ -41,15 +42,6 @@ def build(recomputes: bool = False) -> torch.nn.Module:
     return torch.nn.Sequential(Block(recomputes), Block(recomputes), torch.nn.Linear(48, 16)).bfloat16()
 
 
-def shard(model: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    for module in model:
-        fully_shard(module, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-
-
 def tensors_of(seed: int) -> tuple[Tensor, Tensor]:
     """An input [32, 48] and a cotangent [32, 16]."""
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +56,7 @@ def same_as_one_rank(
     alone = copy.deepcopy(model)
     shape = mesh_shape or (group.size(),)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    shard(model, mesh, **options)
+    shard(*model, model, mesh=mesh, **options)
     for step in range(micro_batches):
         model.set_requires_gradient_sync(step == micro_batches - 1)
         x, cotangent = tensors_of(group.size() * step + group.rank())
@@ -134,7 +126,7 @@ class CountingAllGather:
 def gathered_and_held(group: Group) -> tuple[int, int, int]:
     """Bytes that this rank sends of one FP8 layer's weight, that it stores of it, and that remain after a forward."""
     layer = FP8Linear(64, 128, bias=False)
-    fully_shard(layer, mesh=init_device_mesh("cpu", (group.size(),)), reshard_after_forward=True)
+    shard(layer, reshard_after_forward=True)
     comm = CountingAllGather()
     layer.set_custom_all_gather(comm)
     with torch.no_grad():
@@ -160,8 +152,7 @@ def mixed_precision(group: Group) -> None:
     linear.weight = torch.nn.Parameter(ScaledTensor.quantize(torch.randn(128, 64), dtype=torch.float32))
     model = torch.nn.Sequential(torch.nn.LayerNorm(64), linear.float())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)), mp_policy=policy)
-    model.set_force_sum_reduction_for_comms(True)
+    shard(model, mp_policy=policy)
     y = model(torch.randn(32, 64))
     assert y.dtype == torch.bfloat16
     y.backward(torch.randn(32, 128).bfloat16())
@@ -178,7 +169,7 @@ def from_meta_by_assignment(group: Group) -> dict[str, Tensor]:
     """The same layers, given values by ``load_state_dict(assign=True)``, as torch's FSDP2 example does."""
     with torch.device("meta"):
         model = torch.nn.Sequential(FP8Linear(64, 48), FP8Linear(48, 64, bias=False))
-    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    shard(model)
     generator, found = torch.Generator().manual_seed(5), {}
     for name, empty in model.state_dict().items():
         whole = torch.randn(empty.shape, generator=generator)

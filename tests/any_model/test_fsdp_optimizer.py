@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,6 +19,7 @@ from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
 from fp8_megatron.dtypes import LEVELS, STATE_BLOCK, StorageDtype
 from fp8_megatron.errors import UserError
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
+from tests.harness.fp8_models import cpu_mesh, shard
 from tests.harness.ranks import RankPool, on_default_group
 
 Group = torch.distributed.ProcessGroup
@@ -47,11 +48,6 @@ class TinyModel(torch.nn.Module):
         return self.head(x)
 
 
-def cpu_mesh() -> DeviceMesh:
-    """All ranks. Without it FSDP2 takes GPUs where there are any."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
-
 def adamw(params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
@@ -74,12 +70,7 @@ def build(
     torch.manual_seed(0)
     model = TinyModel().to(dtype)
     replace_linears(model, weight=LEVELS[opt_level].weight, recompute_activations=recomputes)
-    options.setdefault("mesh", cpu_mesh())
-    for module in (*model.blocks, model):
-        fully_shard(module, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    shard(*model.blocks, model, **options)
     optimizer = build_sharded_optimizer(model, optimizer_of(model.parameters()), opt_level)
     if exact:
         reduce_in_own_dtype(model)
@@ -220,15 +211,15 @@ def errors(group: Group) -> list[str]:
             found.append(str(error))
 
     plain = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    fully_shard(plain, mesh=cpu_mesh())
+    shard(plain)
     try_(plain)
     uneven = torch.nn.Sequential(torch.nn.Linear(64, 16, bias=False))
     replace_linears(uneven)
-    fully_shard(uneven, mesh=cpu_mesh())
+    shard(uneven)
     try_(uneven)
     even = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False))
     replace_linears(even)
-    fully_shard(even, mesh=cpu_mesh())
+    shard(even)
     try_(even, "O2")
     try_(even, recipe="delayed")
     try_(even)
@@ -293,7 +284,7 @@ def test_the_older_fsdp_is_an_error(ranks: RankPool) -> None:
 def cut_blocks(group: Group) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
     replace_linears(model, weight=StorageDtype.FP16)
-    fully_shard(model, mesh=cpu_mesh())
+    shard(model)
     with pytest.raises(
         UserError, match=r"0.weight \(16, 16\) over 2 ranks leaves 128 elements for each, no whole blocks"
     ):
@@ -309,8 +300,7 @@ def trains_with(group: Group, recipe: str) -> list[float]:
     replace_linears(model, recipe=recipe)  # type: ignore[arg-type]
     for block in model.blocks:
         block.compile(backend="aot_eager")
-        fully_shard(block, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    shard(*model.blocks, model)
     model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "O3")
     return [train_step(model, optimizer, step) for step in range(6)]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 
 from fp8_megatron.any_model.fsdp_reduce import FP8ReduceScatter, Run, reduce_in_fp8, reduce_in_own_dtype
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.stats import snr_db
-from tests.any_model.test_fsdp_optimizer import build, cpu_mesh, train_step
+from tests.any_model.test_fsdp_optimizer import build, train_step
+from tests.harness.fp8_models import shard
 from tests.harness.ranks import RankPool, on_default_group
 from tests.harness.traffic import counted_traffic
 
@@ -57,8 +57,7 @@ def sent_by_a_backward(group: Group) -> list[int]:
     sent = []
     for choose in (reduce_in_fp8, reduce_in_own_dtype):
         layer = FP8Linear(64, 128, bias=False)
-        fully_shard(layer, mesh=cpu_mesh())
-        layer.set_force_sum_reduction_for_comms(True)
+        shard(layer)
         reduce_in_fp8(layer)
         choose(layer)
         with counted_traffic() as traffic:
@@ -92,7 +91,7 @@ def divided(group: Group, is_sum: bool) -> Tensor:
     """A gradient with a divide factor of 3, by a sum that is divided or by a sum of multiples, as over NCCL."""
     torch.manual_seed(0)
     layer = FP8Linear(64, 128, bias=False)
-    fully_shard(layer, mesh=cpu_mesh())
+    shard(layer)
     reduce_in_fp8(layer)
     layer.set_gradient_divide_factor(3.0)
     layer.set_force_sum_reduction_for_comms(is_sum)

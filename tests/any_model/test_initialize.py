@@ -10,7 +10,6 @@ import torch
 
 import fp8_megatron
 from fp8_megatron.any_model.optimizer import FP8Optimizer
-from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.errors import UserError
 from fp8_megatron.nn.module import FP8Linear
 
@@ -66,14 +65,6 @@ def test_two_parameters_in_one_memory_are_refused(first: str, second: str) -> No
     for parameter in (one, other):  # nobody trains them, so they stay alike
         parameter.requires_grad_(False)
     fp8_megatron.initialize(model, optimizer)
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_weights_are_stored_as_the_level_says(level: str) -> None:
-    model = build_model()
-    fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), level)
-    assert model[0].weight.payload.dtype is LEVELS[level].weight.torch_dtype
-    assert model[1].weight.dtype is model[0].bias.dtype is torch.float32
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -136,23 +127,6 @@ def _with(**settings: Any) -> Callable[[torch.nn.Module], None]:
             r"model has the type AdamW: call initialize\(model, optimizer\) with a torch.nn.Module",
         ),
     ],
-    ids=[
-        "twice",
-        "level",
-        "recipe",
-        "replaced before",
-        "other model",
-        "SGD",
-        "wrapped",
-        "a weight twice",
-        "lazy",
-        "filter",
-        "steps",
-        "steps in a string",
-        "half a step",
-        "not a group",
-        "swapped",
-    ],
 )
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_errors_name_the_value_and_the_fix(call: Callable[[torch.nn.Module], None], message: str) -> None:
@@ -190,13 +164,6 @@ def test_state_that_is_loaded_too_early_is_an_error(saves_fp8: bool) -> None:
     _, right = fp8_megatron.initialize(resumed, torch.optim.AdamW(resumed.parameters()))
     right.load_state_dict(state)
     assert float(right.state_dict()["state"][0]["step"]) == 1.0
-
-
-def test_an_optimizer_that_cannot_be_used_leaves_the_model_alone() -> None:
-    model = build_model()
-    with pytest.raises(UserError):
-        fp8_megatron.initialize(model, torch.optim.Rprop(model.parameters(), lr=0.1))
-    assert type(model[0]) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

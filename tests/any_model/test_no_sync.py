@@ -14,9 +14,9 @@ import fp8_megatron
 from fp8_megatron.any_model.fsdp import FullyShard
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.device.group import Group
-from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
 from fp8_megatron.sharding.storage import ModelStorage
+from tests.harness.fp8_models import assert_equal, masters
 from tests.harness.ranks import RankError, RankPool, on_default_group
 
 WIDTH, ROWS = 64, 16
@@ -55,13 +55,6 @@ def exact_batch(number: int) -> tuple[Tensor, Tensor]:
     return x, grad
 
 
-def values(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (param.master_value() if isinstance(param, ScaledTensor) else param.detach()).clone()
-        for name, param in model.named_parameters()
-    }
-
-
 def counted_reductions() -> list[int]:
     """Receives the index of every bucket that is reduced from now on, in this process."""
     found: list[int] = []
@@ -98,7 +91,7 @@ def _in_parts(group: Group, level: str, way: str, plan: Any, ends_inside: bool) 
                 called(x).backward(grad)
         optimizer.step()
         optimizer.zero_grad(set_to_none=step is not plan[1])
-    return values(model), begun
+    return masters(model), begun
 
 
 def _whole(group: Group, level: str, plan: Any) -> dict[str, Tensor]:
@@ -110,7 +103,7 @@ def _whole(group: Group, level: str, plan: Any) -> dict[str, Tensor]:
         model(x).backward(grad / len(step))
         optimizer.step()
         optimizer.zero_grad()
-    return values(model)
+    return masters(model)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -120,8 +113,7 @@ def test_ranks_that_add_locally_are_one_rank_with_the_whole_batch(ranks: RankPoo
     (expected,) = ranks.run(on_default_group, _whole, level, PLAN, num_ranks=1)
     for weights, begun in ranks.run(on_default_group, _in_parts, level, way, PLAN, False, num_ranks=2):
         assert begun == [0] * len(PLAN)
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+        assert_equal(weights, expected)
 
 
 @pytest.mark.parametrize("way", ["ours", "ddp"])
@@ -130,8 +122,7 @@ def test_a_step_sends_what_no_backward_has_sent(ranks: RankPool, way: str) -> No
     (expected,) = ranks.run(on_default_group, _whole, "O3", PLAN, num_ranks=1)
     for weights, begun in ranks.run(on_default_group, _in_parts, "O3", way, PLAN, True, num_ranks=2):
         assert begun == [0] * len(PLAN)
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+        assert_equal(weights, expected)
 
 
 def _reads(group: Group) -> tuple[list[Tensor], float, dict[str, int]]:
@@ -177,7 +168,7 @@ def _drops(group: Group, sets_to_none: bool) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=sets_to_none)
     assert optimizer.num_skipped_steps == 0
-    return values(model)
+    return masters(model)
 
 
 @pytest.mark.parametrize("sets_to_none", [True, False])
@@ -185,8 +176,7 @@ def test_what_one_rank_drops_concerns_no_other(ranks: RankPool, sets_to_none: bo
     plan = [((0,), (1,)), ((2,), (3,)), ((4,), (5,))]
     (expected,) = ranks.run(on_default_group, _whole, "O3", plan, num_ranks=1)
     for weights in ranks.run(on_default_group, _drops, sets_to_none, num_ranks=2):
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+        assert_equal(weights, expected)
 
 
 def _a_dropped_gradient_is_zero(group: Group) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.nn.module import FP8Linear
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from tests.harness.fp8_models import master_of
 
 LEVELS = ["O1", "O2", "O3"]
 
@@ -176,18 +177,18 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(level: str) -
     module, optimizer = linears(level)
     loss_of(module).backward()
     optimizer.step()
-    before = [optimizer_values(param) for param in module.parameters()]
+    before = [master_of(param) for param in module.parameters()]
     optimizer.zero_grad()
     (loss_of(module) * math.inf).backward()
     optimizer.step()
     assert optimizer.num_skipped_steps == 1
     for param, expected in zip(module.parameters(), before, strict=True):
-        assert torch.equal(optimizer_values(param), expected)
+        assert torch.equal(master_of(param), expected)
     optimizer.zero_grad()
     loss_of(module).backward()
     optimizer.step()
     assert optimizer.num_skipped_steps == 1
-    assert not torch.equal(optimizer_values(module.first.weight), before[0])
+    assert not torch.equal(master_of(module.first.weight), before[0])
 
 
 @pytest.mark.parametrize("role", ["input", "output gradient"])
@@ -219,10 +220,10 @@ def test_a_value_that_a_delayed_scale_clamps_skips_the_step_and_is_named(role: s
 
     for step in range(4):
         spoils = step == 2
-        before = [optimizer_values(param) for param in model.parameters()]
+        before = [master_of(param) for param in model.parameters()]
         backward()
         optimizer.step()
-        moved = [not torch.equal(optimizer_values(p), old) for p, old in zip(model.parameters(), before, strict=True)]
+        moved = [not torch.equal(master_of(p), old) for p, old in zip(model.parameters(), before, strict=True)]
         assert moved == [step != 2] * 6
         assert optimizer.num_skipped_steps == int(step >= 2)
         assert optimizer.skip_cause == (f"not finite: {role} of 1" if step >= 2 else None)
@@ -231,10 +232,6 @@ def test_a_value_that_a_delayed_scale_clamps_skips_the_step_and_is_named(role: s
     model[2].bias.grad.fill_(math.nan)
     optimizer.step()
     assert optimizer.num_skipped_steps == 2 and optimizer.skip_cause is None, "no cast was bad"
-
-
-def optimizer_values(param: Tensor) -> Tensor:
-    return param.master_value() if isinstance(param, ScaledTensor) else param.detach().clone()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -260,7 +257,7 @@ def test_written_values_are_not_reverted(level: str, dtype: torch.dtype) -> None
         param.grad = torch.ones_like(param.dequantize() if isinstance(param, ScaledTensor) else param).to(param.dtype)
     optimizer.step()
     for name, param in module.named_parameters():
-        assert torch.equal(optimizer_values(param).to(written[name].dtype), written[name]), name
+        assert torch.equal(master_of(param).to(written[name].dtype), written[name]), name
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -277,15 +274,15 @@ def test_weights_that_are_perturbed_and_restored_around_a_backward(level: str) -
             param.data.clamp_(-0.125, 0.125)
     for layer, other in zip((module.first, module.second), (twin.first, twin.second), strict=True):
         assert layer.weight.grad is not None
-        moved = (optimizer_values(other.weight) + 0.05 * layer.weight.grad.clone()).clamp(-0.125, 0.125)
+        moved = (master_of(other.weight) + 0.05 * layer.weight.grad.clone()).clamp(-0.125, 0.125)
         # The weight advertises BF16, in which the sum is computed.
-        torch.testing.assert_close(optimizer_values(layer.weight), moved, rtol=2**-7, atol=2**-13)
+        torch.testing.assert_close(master_of(layer.weight), moved, rtol=2**-7, atol=2**-13)
     optimizer.zero_grad()
     loss_of(module).backward()
     for param, value in zip(params, aside, strict=True):
         param.data = value
     for param, value in zip(params, aside, strict=True):
-        assert torch.equal(optimizer_values(param), value.float())
+        assert torch.equal(master_of(param), value.float())
 
 
 def test_a_value_that_comes_back_in_16_bits_keeps_the_master() -> None:
@@ -392,7 +389,7 @@ def test_grad_scaler_divides_and_skips() -> None:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
-        outcomes.append([optimizer_values(param) for param in module.parameters()])
+        outcomes.append([master_of(param) for param in module.parameters()])
     for plain, scaled in zip(*outcomes, strict=True):
         assert torch.equal(plain, scaled)
     optimizer.zero_grad()
@@ -401,25 +398,6 @@ def test_grad_scaler_divides_and_skips() -> None:
     scaler.update()
     assert scaler.get_scale() == 512.0
     assert optimizer.num_skipped_steps == 1
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (
-            lambda params: torch.optim.Rprop(params),
-            "torch.optim.rprop.Rprop: FP8 state needs one of torch.optim",
-        ),
-        (lambda params: torch.optim.SGD(params, maximize=True), "leave maximize out"),
-        (lambda params: torch.optim.AdamW(params, amsgrad=True), "amsgrad=True"),
-        (lambda params: torch.optim.Adam(params, maximize=True), "leave maximize out"),
-        (lambda _: torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]), "shape \\(3,\\) that the model did not"),
-    ],
-)
-def test_what_cannot_be_is_refused(build: Callable[..., torch.optim.Optimizer], message: str) -> None:
-    module = Plain()
-    with pytest.raises(OptimizerError, match=message):
-        build_optimizer(module, build(module.parameters()), {}, "O2")
 
 
 def test_float64_is_refused_by_name() -> None:

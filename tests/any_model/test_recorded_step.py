@@ -15,9 +15,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fp8_megatron
 from fp8_megatron.any_model.recorded_step import RecordingError, record_step
@@ -114,17 +111,6 @@ def test_a_recorded_loop_has_the_bits_of_the_loop(level: str | None, recipe: str
     # Zeros in torch's own gradients are added to.
     kinds = 1 if loop.get("micro_batches", 1) == 1 or (level is None and "set_to_none" in loop) else 2
     assert step.num_recordings == kinds and recorder.num_launches >= 3 * kinds
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_16_bit_parameters(level: str | None) -> None:
-    dtype = torch.bfloat16
-    model, optimizer = build(level, dtype=dtype)
-    expected = train(loss_of(model, dtype), model, optimizer, micro_batches=2)
-    model, optimizer = build(level, dtype=dtype)
-    step, recorder = recorded(loss_of(model, dtype), model)
-    assert_same(train(step, model, optimizer, micro_batches=2), expected)
-    assert recorder.num_launches > 4
 
 
 def test_storage_that_grows_later_is_recorded_anew() -> None:
@@ -485,34 +471,6 @@ def test_checkpoints_that_save_random_numbers_are_refused() -> None:
     assert torch.utils.checkpoint.get_device_states is before
 
 
-def test_transformers_makes_the_masks_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes out masks that mask nothing where it finds that it is traced, as in the capture of a stream."""
-    library = pytest.importorskip("transformers.utils.import_utils")
-    found: list[bool] = []
-
-    def compute(x: Tensor) -> Tensor:
-        found.append(library.is_tracing())
-        return x.sum()
-
-    model, _ = build(None)
-    step, recorder = recorded(compute, model)
-    record, notices = recorder.record, []
-
-    def capturing(compute: Callable[[], Any]) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            notices.append(torch.cuda.is_current_stream_capturing())
-            return record(compute)
-
-    monkeypatch.setattr(recorder, "record", capturing)
-    for _ in range(5):
-        step(torch.ones(2))
-    assert step.num_recordings == 1 and notices == [True] and found and not any(found)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert library.is_tracing()
-
-
 def test_a_buffer_that_is_replaced_is_an_error() -> None:
     class Counts(torch.nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -553,60 +511,3 @@ def test_release_and_what_is_left() -> None:
     del step
     gc.collect()
     assert gone() is None
-
-
-class NewMemory(TorchDispatchMode):
-    """Notes the memory that operators give to plain tensors, by the operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[StorageWeakRef, str] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
-        result = func(*args, **(kwargs or {}))
-        given = {memory for tensor in _plain((args, kwargs)) if (memory := _memory_of(tensor))}
-        for tensor in _plain(result):
-            memory = _memory_of(tensor)
-            if memory not in given:
-                self.found.setdefault(memory, f"{func} {tuple(tensor.shape)}")
-        return result
-
-    @property
-    def left(self) -> list[str]:
-        """What made the memory that is still held."""
-        gc.collect()
-        return [name for memory, name in self.found.items() if not memory.expired()]
-
-
-def _plain(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, torch.nn.Parameter)]
-
-
-def _memory_of(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-@pytest.mark.parametrize("way", ["release", "del"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_nothing_holds_the_memory_of_a_recording(
-    level: str | None, recipe: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU a pool of memory is freed when no tensor of it is left."""
-    model, optimizer = build(level, recipe)
-    step, recorder = recorded(loss_of(model), model)
-    record, memory = recorder.record, NewMemory()
-
-    def noting(compute: Callable[[], Any]) -> Any:
-        with memory:
-            return record(compute)
-
-    monkeypatch.setattr(recorder, "record", noting)
-    train(step, model, optimizer, micro_batches=2)
-    assert step.num_recordings == 2 and memory.left
-    if way == "release":
-        step.release()
-    else:
-        recorder.step = None
-        del step
-    assert memory.left == []

@@ -17,9 +17,9 @@ import fp8_megatron
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.errors import UserError
-from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.any_model.test_fsdp_optimizer import build as build_sharded
 from tests.any_model.test_fsdp_optimizer import train_step, whole_weights
+from tests.harness.fp8_models import assert_equal, masters
 from tests.harness.ranks import RankPool, on_default_group
 
 Params = Iterable[torch.nn.Parameter]
@@ -64,10 +64,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
         optimizer.step()
 
 
-def masters(model: torch.nn.Module) -> list[Tensor]:
-    return [p.master_value() if isinstance(p, ScaledTensor) else p.detach().clone() for p in model.parameters()]
-
-
 @pytest.mark.parametrize("name", ["sgd", "dampened"])
 def test_plain_parameters_move_as_torchs(name: str) -> None:
     theirs, ours = small(in_fp8=False), small(in_fp8=False)
@@ -99,7 +95,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, level: str) -> None:
     resumed.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
     train(resumed, other, range(3, 6))
-    assert all(torch.equal(a, b) for a, b in zip(masters(model), masters(resumed), strict=True))
+    assert_equal(masters(resumed), masters(model))
 
 
 def test_takes_the_state_of_torchs_sgd() -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears, skipped_steps
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
+from tests.harness.fp8_models import shard
 from tests.harness.played_recordings import recorded
 from tests.harness.ranks import RankPool, on_default_group
 
@@ -28,9 +27,7 @@ def build(recipe: str = "delayed", *, level: str = "O2", is_sharded: bool = Fals
     model: Any = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
     if is_sharded:
         replace_linears(model, recipe=recipe)  # type: ignore[arg-type]
-        fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-        assert isinstance(model, FSDPModule)
-        model.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+        shard(model)
         level = "O3"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     recipes = {} if is_sharded else {"recipe": recipe}

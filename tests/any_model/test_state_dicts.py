@@ -21,8 +21,8 @@ from fp8_megatron.any_model.linears import build_recipe, replace_linears
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
 from fp8_megatron.dtypes import LEVELS
-from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from tests.harness.fp8_models import assert_equal, masters
 
 
 def build(level: str, dtype: torch.dtype = torch.float32, recipe: str = "tensorwise") -> tuple[Any, FP8Optimizer]:
@@ -59,13 +59,6 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-def values(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [
-        param.master_value() if isinstance(param, ScaledTensor) else param.detach().clone()
-        for param in model.parameters()
-    ]
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_first", [True, False])
@@ -82,8 +75,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(level: str, dtype: torch.dtype, model
     for target, state in parts if model_first else reversed(parts):
         target.load_state_dict(state)
     train(resumed, other, range(3, 6), num_micro_batches=2)
-    for name, ours, expected in zip(dict(model.named_parameters()), values(resumed), values(model), strict=True):
-        assert torch.equal(ours, expected), name
+    assert_equal(masters(resumed), masters(model))
 
 
 def test_a_state_dict_has_torchs_shape() -> None:
@@ -182,7 +174,7 @@ def test_a_state_that_does_not_fit_changes_nothing(damage: str) -> None:
     has none, and would start the moments anew."""
     model, optimizer = build("O2")
     train(model, optimizer, range(2))
-    before, weights = copy.deepcopy(optimizer.state_dict()), values(model)
+    before, weights = copy.deepcopy(optimizer.state_dict()), masters(model)
     state = copy.deepcopy(before)
     state["param_groups"][0]["lr"] = 7.0
     last = max(state["state"])
@@ -197,7 +189,7 @@ def test_a_state_that_does_not_fit_changes_nothing(damage: str) -> None:
     with pytest.raises(ValueError, match=messages.get(damage, "has the shape")):
         optimizer.load_state_dict(state)
     assert_equal_states(optimizer.state_dict(), before)
-    assert all(torch.equal(*pair) for pair in zip(values(model), weights, strict=True))
+    assert_equal(masters(model), weights)
 
 
 #: What may be wrong with the last parameter's entry: how it comes to be, and what the error says.
@@ -221,14 +213,14 @@ def test_moments_that_are_missing_or_not_finite_are_refused(level: str, damage: 
     """torch would take a NaN, and the weight would be NaN after the next step."""
     model, optimizer = build(level)
     train(model, optimizer, range(2))
-    before, weights = copy.deepcopy(optimizer.state_dict()), values(model)
+    before, weights = copy.deepcopy(optimizer.state_dict()), masters(model)
     state, (break_, message) = copy.deepcopy(before), DAMAGES[damage]
     number = next(number for number, entry in reversed(state["state"].items()) if "exp_avg" in entry)
     break_(state["state"][number])
     with pytest.raises(ValueError, match=rf"(weight|bias): .*{message}"):
         optimizer.load_state_dict(state)
     assert_equal_states(optimizer.state_dict(), before)
-    assert all(torch.equal(*pair) for pair in zip(values(model), weights, strict=True))
+    assert_equal(masters(model), weights)
     del state["state"][number]
     optimizer.load_state_dict(state)  # as torch does: these moments start anew
     assert not optimizer.state_dict()["state"][number]["exp_avg"].any()
@@ -263,8 +255,7 @@ def test_torchs_distributed_checkpoint_resumes_the_run(tmp_path: Path, recipe: s
     checkpoint.load(state, checkpoint_id=tmp_path)
     set_state_dict(resumed, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     train(resumed, other, range(3, 5))
-    for name, ours, expected in zip(dict(model.named_parameters()), values(resumed), values(model), strict=True):
-        assert torch.equal(ours, expected), name
+    assert_equal(masters(resumed), masters(model))
 
 
 @pytest.mark.parametrize("saved_level", ["O3", "O1"])
@@ -282,9 +273,9 @@ def test_a_flattened_state_is_the_nested_one(saved_level: str) -> None:
             other, its_optimizer, model_state_dict=saved[0], optim_state_dict=copy.deepcopy(saved[1]), options=options
         )
         train(other, its_optimizer, range(3, 5))
-        resumed.append((values(other), its_optimizer.state_dict()["state"]))
+        resumed.append((masters(other), its_optimizer.state_dict()["state"]))
     (nested, nested_state), (flat, flat_state) = resumed
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(flat, nested, strict=True))
+    assert_equal(flat, nested)
     for number, entry in nested_state.items():
         for key, value in entry.items():
             assert torch.equal(flat_state[number][key], value), (number, key)

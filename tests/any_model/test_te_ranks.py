@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fp8_megatron
 from fp8_megatron.any_model import replace_linears
@@ -15,6 +13,7 @@ from fp8_megatron.any_model.fsdp_reduce import reduce_in_own_dtype
 from fp8_megatron.dtypes import LEVELS
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from tests.any_model.te_stand_ins import LayerNormLinear, LayerNormMLP, Linear
+from tests.harness.fp8_models import shard
 from tests.harness.ranks import RankPool, on_default_group
 
 NUM_STEPS, RANKS = 4, 2
@@ -40,12 +39,7 @@ def sharded(group: Any) -> tuple[list[float], dict[str, Any], dict[str, float]]:
     """Losses of all rows on every rank, the shapes of a state dict, and bytes gathered a weight."""
     model = build().bfloat16()
     replace_linears(model, weight=LEVELS["O3"].weight)
-    mesh = init_device_mesh("cpu", (group.size(),))
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    shard(*model, model)
     model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "O3")
     reduce_in_own_dtype(model)
     losses = []

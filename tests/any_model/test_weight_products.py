@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +22,7 @@ from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.nn.conv1d import FP8Conv1D
 from fp8_megatron.nn.module import DEFAULT_RECIPE, FP8Linear
 from fp8_megatron.quantization.stats import snr_db
+from tests.harness.fp8_models import shard
 from tests.harness.ranks import RankPool, on_default_group
 
 #: Noise of an E4M3 operand times another, and of E5M2 times E4M3 (tests/nn/test_linear.py), less 1 dB for the sample.
@@ -332,12 +331,7 @@ def _sharded(group: Any, reads: bool) -> list[Tensor]:
     block = Reader(read_with_bias if reads else call_layer, bias=True)
     model = torch.nn.Sequential(block, torch.nn.LayerNorm(SIZE)).bfloat16()
     replace_linears(model)
-    mesh = init_device_mesh("cpu", (group.size(),))
-    for module in (block, model):
-        fully_shard(module, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    shard(block, model)
     optimizer = build_sharded_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "O3")
     seen = []
     for step in range(2):

@@ -10,7 +10,8 @@ import torch
 from fp8_megatron.any_model.clip_grads import clip_grad_norm_
 from fp8_megatron.any_model.recorded_step import record_step
 from fp8_megatron.device.group import Group
-from tests.any_model.test_data_parallel import Outcome, assert_equal, build, values, with_equal_gradients
+from tests.any_model.test_data_parallel import Outcome, assert_equal, build, with_equal_gradients
+from tests.harness.fp8_models import masters
 from tests.harness.ranks import RankPool, on_default_group
 
 pytestmark = [
@@ -49,7 +50,7 @@ def _trained(group: Group, wraps: bool) -> list[bytes]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
     assert optimizer.num_skipped_steps == 0
-    return [value.numpy().tobytes() for value in values(model).values()]
+    return [value.numpy().tobytes() for value in masters(model).values()]
 
 
 def _trained_over_nccl(wraps: bool) -> list[bytes]:
@@ -84,7 +85,7 @@ def _in_step(group: Group, level: str, is_recorded: bool) -> tuple[list[bytes], 
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.num_skipped_steps == 0
-    found = [*(value.float() for value in values(model).values()), torch.stack(losses).cpu()]
+    found = [*(value.float() for value in masters(model).values()), torch.stack(losses).cpu()]
     return [value.numpy().tobytes() for value in found], getattr(step, "num_recordings", 0)
 
 
