@@ -10,8 +10,10 @@ from typing import Literal
 
 from .fields import BelowOne, NotNegative, Positive, Size
 
-#: Losses that balance the load of experts, and ``none``.
-BALANCES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+#: Losses that balance experts. Several may be added.
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+#: What balances them without a loss, or not at all.
+ALONE = ("sinkhorn", "none")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class MoeConfig:
     """What a step adds to the bias of an expert with fewer tokens than the mean, or subtracts."""
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
     """Losses that balance experts, one or several. aux_loss: over a micro-batch. seq_aux_loss: over each sequence.
-    global_aux_loss: over the global batch. none: no loss."""
+    global_aux_loss: over the global batch. none: no loss. sinkhorn: no loss; training chooses experts from a balanced
+    transport plan (arXiv 2202.01169). The scores are sigmoids with one expert a token, else softmax."""
     moe_aux_loss_coeff: tuple[str, ...] = ("0.0",)
     """Factor of each loss of --moe-router-load-balancing-type."""
     moe_z_loss_coeff: NotNegative | None = None

@@ -111,6 +111,14 @@ class Router(TopKRouter):
         if torch.is_grad_enabled():
             self.load.add_(routing_map.sum(dim=0))
 
+    def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, E] → scores, and the map of the experts of a plan that is balanced in training."""
+        scores = torch.sigmoid(logits.float()) if self.topk == 1 else torch.softmax(logits, -1, dtype=torch.float32)
+        with torch.no_grad():
+            chosen = (sinkhorn(logits) if self.training else scores).topk(self.topk, dim=1).indices
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, value=True)
+        return scores * routing_map, routing_map
+
     def start_step(self) -> None:
         """Forget the last step's numbers."""
         self.load.zero_()
@@ -128,6 +136,25 @@ class Router(TopKRouter):
             torch.distributed.all_reduce(total, group=self.tp_dp_cp_group)
             rate = self.config.moe_router_bias_update_rate
             bias += rate * torch.sign(total.mean() - total)
+
+
+def sinkhorn(logits: Tensor, *, tolerance: float = 1e-4, most_rounds: int = 32) -> Tensor:
+    """The transport plan [T, E] of tokens to experts in FP32 whose rows, and whose columns, have equal sums.
+
+    Rows and columns of e^logits are scaled in turn until the columns' factors move by `tolerance` in the mean, as in
+    megatron-core. There the host waits for each round; here all rounds run, and the later ones change nothing.
+    """
+    plan = logits.float().exp()
+    num_tokens, num_experts = plan.shape
+    rows, columns = plan.new_ones(num_tokens), plan.new_ones(num_experts)
+    is_done = torch.zeros((), dtype=torch.bool, device=plan.device)
+    for _ in range(most_rounds):
+        new_rows = (1 / num_tokens) / ((columns * plan).sum(dim=1) + 1e-8)
+        new_columns = (1 / num_experts) / ((new_rows.unsqueeze(1) * plan).sum(dim=0) + 1e-8)
+        error = (columns - new_columns).abs().mean()
+        rows, columns = torch.where(is_done, rows, new_rows), torch.where(is_done, columns, new_columns)
+        is_done = is_done | (error <= tolerance)
+    return columns * plan * rows.unsqueeze(1)
 
 
 class _Gating(torch.autograd.Function):

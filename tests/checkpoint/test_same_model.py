@@ -56,7 +56,6 @@ FREE = {
     "attention_backend",
     "moe_router_dtype",
     "moe_router_bias_update_rate",
-    "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_input_jitter_eps",

@@ -56,10 +56,12 @@ def test_megatron_core_has_the_same_experts() -> None:
     [
         ("", "aux_loss", 0.0),
         ("--moe-aux-loss-coeff 1e-2", "aux_loss", 0.01),
+        ("--moe-router-load-balancing-type sinkhorn --moe-router-topk 1", "sinkhorn", 0.0),
         ("--moe-router-load-balancing-type none", "none", 0.0),
     ],
 )
 def test_one_loss_is_no_list(flags: str, kind: str, factor: float) -> None:
+    check_config(config_of(flags), 1)
     settings = transformer_config(config_of(flags), torch.device("cpu"))
     assert (settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff) == (kind, factor)
     assert settings.moe_ffn_hidden_size == 512
@@ -87,8 +89,12 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
         ("--moe-router-num-groups 4 --moe-router-group-topk 5", "moe_router_group_topk(5) > moe_router_num_groups(4)"),
         ("--moe-router-num-groups 8 --moe-router-group-topk 1", "moe_router_topk(2) experts do not come from"),
         (
-            "--moe-router-load-balancing-type sinkhorn",
-            "load_balancing_type(sinkhorn): its iterations wait for the host",
+            "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1",
+            "moe_aux_loss_coeff(1): sinkhorn has no loss",
+        ),
+        (
+            "--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax",
+            "load_balancing_type(sinkhorn) does not read moe_router_pre_softmax; drop one of them",
         ),
         ("--moe-router-load-balancing-type quantile_balancing", "there is no quantile balancing"),
         (
@@ -97,7 +103,7 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
         ),
         (
             "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 1 0",
-            "name each loss once, or none alone",
+            "name losses once, sinkhorn or none alone",
         ),
         ("--moe-aux-loss-coeff 1 2", "moe_aux_loss_coeff has 2 factors for 1 losses"),
         ("--moe-aux-loss-coeff much", "moe_aux_loss_coeff(much) are not factors"),

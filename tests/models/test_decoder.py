@@ -1,4 +1,4 @@
-"""The decoder's table of parameters is what the built model has."""
+"""The table of parameters of a decoder, also with experts, is what the built model has."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ MODELS = {
     "llama": LLAMA_STYLE,
     "qkv biases, norms of heads, tied": replace(
         LLAMA_STYLE, add_qkv_bias=True, qk_layernorm=True, untie_embeddings_and_output_weights=False
+    ),
+    "experts in one of two layers, one of them shared": replace(
+        LLAMA_STYLE,
+        num_layers=2,
+        num_experts=4,
+        moe_layer_freq="[0,1]",
+        moe_ffn_hidden_size=64,
+        moe_shared_expert_intermediate_size=64,
+        moe_shared_expert_gate=True,
     ),
     "wide heads, untied": replace(GPT3_STYLE, kv_channels=64, untie_embeddings_and_output_weights=True),
 }

@@ -100,6 +100,8 @@ def test_layers_without_experts_cost_what_a_decoder_s_do() -> None:
         ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function"),
         ({"moe_router_topk_scaling_factor": 1.0}, None),
         ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor"),
+        ({"moe_router_load_balancing_type": ("none",)}, None),
+        ({"moe_router_load_balancing_type": ("sinkhorn",)}, "moe_router_load_balancing_type"),
         ({"norm_epsilon": 0.1}, "norm_epsilon"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...config.moe import BALANCES
+from ...config.moe import ALONE, LOSSES
 from ...config.schema import Config
 from ...config.words import multiples_near, shortened
 from ..decoder.checks import problems as decoder_problems
@@ -13,9 +13,18 @@ from ..decoder.checks import problems as decoder_problems
 _CHUNK = 4096
 #: Losses of Megatron that no router here has, and what to use instead.
 _MISSING = {
-    "sinkhorn": "its iterations wait for the host; choose aux_loss, or --moe-router-force-load-balancing for speed",
     "quantile_balancing": "there is no quantile balancing; choose aux_loss, or --moe-router-enable-expert-bias",
 }
+
+#: Settings of how a token's experts are chosen that sinkhorn does not read.
+_UNREAD_BY_SINKHORN = (
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -74,6 +83,11 @@ def _router_problems(config: Config) -> Iterator[str]:
     if chosen > experts:
         yield f"moe_router_topk({chosen}) > num_experts({experts}); choose at most {experts}"
     is_softmax = model.moe_router_score_function == "softmax"
+    if "sinkhorn" in model.moe_router_load_balancing_type:
+        unread = [name for name in _UNREAD_BY_SINKHORN if getattr(model, name) != getattr(type(model), name)]
+        if unread:
+            yield f"moe_router_load_balancing_type(sinkhorn) does not read {' and '.join(unread)}; drop one of them"
+        return
     if chosen == 1 and is_softmax and not model.moe_router_pre_softmax:
         yield "moe_router_topk(1): the softmax of one score is 1 and teaches nothing; give --moe-router-pre-softmax"
     if model.moe_router_enable_expert_bias and is_softmax:
@@ -102,11 +116,12 @@ def _balance_problems(config: Config) -> Iterator[str]:
     model = config.model
     kinds, factors = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     for kind in kinds:
-        if kind not in BALANCES:
-            reason = _MISSING.get(kind, f"there is no such loss; choose from {' '.join(BALANCES)}")
+        if kind not in (*LOSSES, *ALONE):
+            reason = _MISSING.get(kind, f"there is no such loss; choose from {' '.join((*LOSSES, *ALONE))}")
             yield f"moe_router_load_balancing_type({shortened(kind)}): {reason}"
-    if len(set(kinds)) != len(kinds) or (len(kinds) > 1 and "none" in kinds):
-        yield f"moe_router_load_balancing_type({shortened(' '.join(kinds))}): name each loss once, or none alone"
+    if len(set(kinds)) != len(kinds) or (len(kinds) > 1 and set(ALONE) & set(kinds)):
+        name = f"moe_router_load_balancing_type({shortened(' '.join(kinds))})"
+        yield f"{name}: name losses once, {' or '.join(ALONE)} alone"
     if kinds not in ((), ("none",)) and len(kinds) != len(factors):
         yield (
             f"moe_aux_loss_coeff has {len(factors)} factors for {len(kinds)} losses of moe_router_load_balancing_type; "
@@ -119,6 +134,8 @@ def _balance_problems(config: Config) -> Iterator[str]:
         bad = [0.0]
     if bad:
         yield f"moe_aux_loss_coeff({shortened(' '.join(factors))}) are not factors of at least 0; give such as 1e-3"
+    elif kinds == ("sinkhorn",) and model.balancing_losses["sinkhorn"] > 0:
+        yield f"moe_aux_loss_coeff({factors[0]}): sinkhorn has no loss; give 0, or drop it"
 
 
 def _precision_problems(config: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ _OF_EXPERTS = (
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
+    "moe_router_load_balancing_type",
 )
 #: As `Architecture.computed_settings`.
 computed_settings = (*decoder.computed_settings, *_OF_EXPERTS)
@@ -39,6 +40,8 @@ def _is_same(value: Any, model: ModelConfig, name: str) -> bool:
             return layers_with_experts(value, model.num_layers) == model.expert_layers
         except ValueError:
             return False
+    if name == "moe_router_load_balancing_type":  # sinkhorn has other scores; losses change none
+        return ("sinkhorn" in value) == ("sinkhorn" in model.moe_router_load_balancing_type)
     if name == "moe_router_topk_scaling_factor":
         return (value or 1.0) == (model.moe_router_topk_scaling_factor or 1.0)
     return name == "moe_router_pre_softmax" and model.moe_router_score_function != "softmax"
