@@ -64,9 +64,14 @@ class Difference:
 
 
 def model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the model among unchecked values. Leaves out what is no value of its setting."""
+    """The settings of the model among unchecked values; none of no values. Leaves out what is no value of its setting.
+
+    A setting that changes what weights compute and is absent has its default: it did not exist when they were saved.
+    """
     found = {name: _as_setting(kind, values[name]) for name, kind in field_types(ModelConfig).items() if name in values}
-    return {name: known[0] for name, known in found.items() if known}
+    absent = {name for each in ARCHITECTURES for name in each.computed_settings if name not in values}
+    defaults = {name: getattr(ModelConfig, name) for name in absent} if values else {}
+    return {**defaults, **{name: known[0] for name, known in found.items() if known}}
 
 
 def _as_setting(kind: FieldType, value: Any) -> tuple[Any] | None:
@@ -91,6 +96,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         known["disable_bias_linear"] = not known["add_bias_linear"]
     if known.get("use_transformer_engine_op_fuser") is True:  # then GELU is Transformer Engine's, too
         known["use_te_activation_func"] = True
+    if known.get("use_rotary_position_embeddings") is True:  # versions without the kinds of position embedding
+        known.setdefault("position_embedding_type", "rope")
     if known.get("rotary_seq_len_interpolation_factor", 1) is None:
         known["rotary_seq_len_interpolation_factor"] = 1
     for name in YARN_SETTINGS:  # None stands for the default of megatron-core's YaRN, which is this project's
@@ -132,7 +139,8 @@ def first_difference(saved: Mapping[str, Any], model: ModelConfig, *, finetune: 
     """The first of the saved settings that differs from the model's: a size, or what changes what weights compute.
 
     Args:
-        saved: from `model_settings` or `settings_of_arguments`; a setting that is not in it counts as equal.
+        saved: from `model_settings` or `settings_of_arguments`. A setting that is not in it, because it cannot be read,
+            counts as equal.
         finetune: allow another base and scaling of RoPE, YaRN too, for a longer context.
     """
     size = next((name for name in _SIZES if name in saved and saved[name] != getattr(model, name)), None)

@@ -46,8 +46,7 @@ class Elements:
 def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = False) -> str | None:
     """The error's line for the first saved setting that makes the same weights compute something else.
 
-    A setting that cannot be read, for instance in an earlier version's file, counts as equal. Fine-tuning may use
-    another rotary base, for a longer context.
+    A setting that cannot be read counts as equal. Fine-tuning may use another rotary base, for a longer context.
     """
     saved = saved_model_settings(folder)
     found = first_difference(saved, model, finetune=finetune)
@@ -55,9 +54,10 @@ def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = Fals
 
 
 def saved_model_settings(folder: Path) -> dict[str, Any]:
-    """The settings of the model in a checkpoint's ``config.yaml``, without those that cannot be read."""
-    found = model_settings(saved_settings(folder, "model"))
-    return {**found, "use_te_activation_func": True} if _has_one_gelu(found) else found
+    """The `model_settings` of a checkpoint's ``config.yaml``."""
+    stated = saved_settings(folder, "model")
+    found = model_settings(stated)
+    return {**found, "use_te_activation_func": True} if _has_one_gelu(stated) else found
 
 
 def saved_config(folder: Path) -> Config:

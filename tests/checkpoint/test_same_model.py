@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,14 @@ FREE = {
 }
 
 
+def saved_by_megatron(model: ModelConfig, **arguments: object) -> dict[str, object]:
+    """The settings that a checkpoint states, whose arguments are those of `model` but for `arguments`."""
+    own = asdict(model)
+    if "layernorm_epsilon" in arguments:
+        del own["norm_epsilon"]
+    return settings_of_arguments({**own, **arguments})
+
+
 def test_every_setting_of_the_model_has_its_place() -> None:
     """A new one joins `computed_settings`, or the sets above."""
     names = [field.name for field in fields(ModelConfig)]
@@ -88,9 +96,9 @@ def test_arguments_without_a_setting(name: str) -> None:
 def test_arguments_of_experts() -> None:
     """Numbers and lists are as this project's settings have them."""
     arguments = {"num_experts": 8, "moe_layer_freq": [0, 1], "moe_aux_loss_coeff": 0.01, "moe_router_topk": 4}
-    known = settings_of_arguments({**arguments, "moe_router_load_balancing_type": "seq_aux_loss"})
-    assert ModelConfig(**known).balancing_losses == {"seq_aux_loss": 0.01}
     model = replace(LLAMA_STYLE, num_layers=2, num_experts=8, moe_layer_freq="[0]+[1]")
+    known = saved_by_megatron(model, **arguments, moe_router_load_balancing_type="seq_aux_loss")
+    assert replace(model, **known).balancing_losses == {"seq_aux_loss": 0.01}  # type: ignore[arg-type]
     found = first_difference(known, replace(model, moe_router_topk=4))
     assert found is None
     found = first_difference(known, model)
@@ -143,7 +151,7 @@ def test_a_value_that_the_setting_does_not_take(name: str, value: object) -> Non
     ],
 )
 def test_differences(arguments: dict[str, object], model: ModelConfig, flag: str) -> None:
-    found = first_difference(settings_of_arguments(arguments), model)
+    found = first_difference(saved_by_megatron(model, **arguments), model)
     assert found is not None and found.flag == flag
     word = flag.split()[0].removeprefix("--").removeprefix("no-")
     (name,) = [name for name in computed_settings if name.replace("_", "-") == word]
@@ -170,19 +178,39 @@ def test_a_checkpoint_of_a_version_with_one_gelu(model: ModelConfig, is_told: bo
     assert differing_setting(tmp_path, saved_config(tmp_path).model) is None
 
 
+def test_an_absent_setting_has_its_default(tmp_path: Path) -> None:
+    """It did not exist when the weights were saved. What cannot be read counts as equal."""
+    model = replace(LLAMA_STYLE, rotary_interleaved=True)
+    text = config_text(replace(Config(), model=model))
+    (tmp_path / CONFIG).write_text(text)
+    assert differing_setting(tmp_path, model) is None
+    (tmp_path / CONFIG).write_text(text.replace("rotary_interleaved: true", ""))
+    assert "rotary_interleaved(False), this run has rotary_interleaved(True)" in str(differing_setting(tmp_path, model))
+    assert differing_setting(tmp_path, LLAMA_STYLE) is None
+    (tmp_path / CONFIG).write_text(text.replace("rotary_interleaved: true", "rotary_interleaved: 3"))
+    assert differing_setting(tmp_path, model) is None
+    (tmp_path / CONFIG).unlink()
+    assert differing_setting(tmp_path, model) is None
+    arguments = {"normalization": "RMSNorm", "swiglu": True, "num_attention_heads": model.num_attention_heads}
+    found = first_difference(settings_of_arguments(arguments), model)
+    assert found is not None and found.flag == "--position-embedding-type learned_absolute"
+    found = first_difference(settings_of_arguments({**arguments, "use_rotary_position_embeddings": True}), model)
+    assert found is not None and found.flag == "--no-rotary-interleaved"
+
+
 def test_what_does_not_differ() -> None:
     assert first_difference({"rotary_base": 7, "rotary_percent": 0.5}, GPT3_STYLE) is None, "nothing rotates"
-    no_fusion = settings_of_arguments({"bias_gelu_fusion": False, "add_bias_linear": False})
+    no_fusion = saved_by_megatron(WITHOUT_BIASES, bias_gelu_fusion=False, add_bias_linear=False)
     assert first_difference(no_fusion, WITHOUT_BIASES) is None, "without biases there is no fusion"
     assert first_difference({"bias_gelu_fusion": False}, LLAMA_STYLE) is None, "no GELU"
     assert first_difference({"use_te_activation_func": True}, GPT3_STYLE) is None, "the same form"
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE, finetune=True) is None
     assert first_difference({"rotary_base": 7}, LLAMA_STYLE) is not None
     assert first_difference({}, LLAMA_STYLE) is None
-    unscaled = {"rope_scaling_factor": 32.0, "rotary_seq_len_interpolation_factor": None}
-    assert first_difference(settings_of_arguments(unscaled), LLAMA_STYLE) is None
+    unscaled = saved_by_megatron(LLAMA_STYLE, rope_scaling_factor=32.0, rotary_seq_len_interpolation_factor=None)
+    assert first_difference(unscaled, LLAMA_STYLE) is None
     longer = replace(LLAMA_STYLE, use_rope_scaling=True, rotary_seq_len_interpolation_factor=2)
-    for saved in ({"use_rope_scaling": False}, settings_of_arguments(unscaled)):
+    for saved in ({"use_rope_scaling": False}, unscaled):
         assert first_difference(saved, longer) is not None
         assert first_difference(saved, longer, finetune=True) is None
     assert first_difference({"rotary_scaling_factor": 8.0, "mscale": 0.7}, LLAMA_STYLE) is None
@@ -193,12 +221,12 @@ def test_what_does_not_differ() -> None:
     assert first_difference({"position_embedding_type": "rope"}, GPT3_STYLE, finetune=True) is not None
     assert first_difference({"position_embedding_type": "none"}, YARN, finetune=True) is not None
     own = replace(LLAMA_STYLE, num_layers=2, window_size="(8, 0)", window_attn_skip_freq="[1, 0]")
-    theirs = settings_of_arguments({"window_size": (8, 0), "window_attn_skip_freq": 2})
-    assert theirs == {"window_size": "8,0", "window_attn_skip_freq": "2"} and first_difference(theirs, own) is None
-    everywhere = settings_of_arguments({"window_size": (8, 0), "window_attn_skip_freq": None})
+    theirs = saved_by_megatron(own, window_size=(8, 0), window_attn_skip_freq=2)
+    assert (theirs["window_size"], theirs["window_attn_skip_freq"]) == ("8,0", "2")
+    assert first_difference(theirs, own) is None
+    everywhere = saved_by_megatron(own, window_size=(8, 0), window_attn_skip_freq=None)
     found = first_difference(everywhere, own)
     assert found is not None and found.flag == "--window-size 8,0"
-    assert model_settings({"norm_epsilon": 1, "num_layers": True, "swiglu": 1, "normalization": "no", "other": 3}) == {
-        "norm_epsilon": 1.0
-    }
+    read = model_settings({"norm_epsilon": 1, "num_layers": True, "swiglu": 1, "normalization": "no", "other": 3})
+    assert read["norm_epsilon"] == 1.0 and not {"num_layers", "swiglu", "normalization", "other"} & set(read)
     assert replace(ModelConfig(), **settings_of_arguments({"add_bias_linear": False})).disable_bias_linear
