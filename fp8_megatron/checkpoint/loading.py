@@ -87,6 +87,7 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
         _take(item, value, saved, state, takes_scales=takes_scales)
     for space in state.optimizer.states:
         space.derive_weights()
+    _take_buffers(saved, state)
     if options.finetune:
         return Progress()
     if loads_state:
@@ -96,6 +97,14 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     if options.rng:
         _restore_rng(saved, state)
     return Progress.of(saved.description)
+
+
+def _take_buffers(saved: SavedRun, state: Resumable) -> None:
+    """Copy what layers keep beside parameters."""
+    buffers = list(state.buffers())
+    wanted = [Elements(placement, MASTER, 0, buffer.numel()) for buffer, placement in buffers]
+    for (buffer, _), value in zip(buffers, saved.read(wanted, device=state.device), strict=True):
+        buffer.copy_(value.view_as(buffer))
 
 
 def _check_states(saved: SavedRun, state: Resumable) -> None:
@@ -303,7 +312,7 @@ def _problems(folder: Path, state: Resumable) -> list[str]:
 
 def _check_model(saved: SavedRun, state: Resumable, *, finetune: bool) -> None:
     """Raise the error of the first rank with a mismatch on every rank."""
-    placements = [placement for _, _, placement in state.slots()]
+    placements = state.placements()
     mismatches = (saved.mismatch(place, state.vocab_size, finetune=finetune) for place in placements)
     mine = next((text for text in mismatches if text is not None), None)
     setting = differing_setting(saved.folder, state.config.model, finetune=finetune)

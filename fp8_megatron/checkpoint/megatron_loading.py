@@ -92,6 +92,8 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
                 space.part(kind, slot, fragment).store_(part)
     for space in state.optimizer.states:
         space.derive_weights()
+    for buffer, placement in state.buffers():
+        buffer.copy_(_local(saved, "weight", placement, state.vocab_size))
     if options.finetune:
         return Progress()
     if loads_moments:
@@ -120,7 +122,7 @@ def _checked(folder: Path, state: Resumable, *, loads_moments: bool, finetune: b
         problem = differing_argument(saved, state.config.model, finetune=finetune) or _tensor_problem(saved, state)
     except CheckpointError as error:
         problem = str(error)
-    everyones = ranks.everyones((problem, {placement.key for _, _, placement in state.slots()}))
+    everyones = ranks.everyones((problem, {placement.key for placement in state.placements()}))
     _raise_first(text for text, _ in everyones)
     assert saved is not None
     _raise_first([unread_tensor(folder, saved.shapes, set().union(*(keys for _, keys in everyones)))])
@@ -137,7 +139,7 @@ def _raise_first(problems: Iterable[str | None]) -> None:
 
 def _tensor_problem(saved: MegatronCheckpoint, state: Resumable) -> str | None:
     """Why a parameter of this rank cannot be read; None if all can."""
-    for _, _, placement in state.slots():
+    for placement in state.placements():
         shape, own = saved.shapes.get(placement.key), placement.region.global_shape
         if shape is None:
             return f"{saved.folder} has no tensor {placement.key!r}, which this model has: it is another model's"

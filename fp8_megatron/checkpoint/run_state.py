@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from ..config.schema import Config
 from ..device.memory import cpu_copy
 from ..dtypes import STATE_BLOCK
+from ..mcore.initialization import named_buffers_of_model
 from ..mcore.topology import Topology
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState
@@ -108,6 +109,16 @@ class Resumable:
             assert slot.region is not None, slot.name
             yield state, slot, placement_of(slot.name, slot.region, self.config.model)
 
+    def buffers(self) -> Iterator[tuple[Tensor, Placement]]:
+        """What this rank's layers keep beside parameters, FP32, with its placement. Replicas keep the same."""
+        for module in self.optimizer.model:
+            for name, buffer in named_buffers_of_model(module.module).items():
+                yield buffer, placement_of(name, self.topology.region_of(buffer), self.config.model)
+
+    def placements(self) -> list[Placement]:
+        """Of all that this model-parallel rank has of the model."""
+        return [*(placement for _, _, placement in self.slots()), *(placement for _, placement in self.buffers())]
+
     @property
     def is_trained(self) -> bool:
         """False for a model that is evaluated (--skip-train)."""
@@ -125,6 +136,7 @@ class Snapshot:
 
     Attributes:
         kinds: the kinds of state that are written.
+        buffers: see `Resumable.buffers`; empty where another rank writes them.
         copied: the end of the copies from a GPU; None on a CPU.
     """
 
@@ -133,6 +145,7 @@ class Snapshot:
     description: dict[str, Any]
     config: Config
     kinds: tuple[str, ...]
+    buffers: Sequence[tuple[Tensor, Placement]] = ()
     copied: torch.cuda.Event | None = None
 
     @property
@@ -147,7 +160,9 @@ class Snapshot:
         On a GPU the host does not wait. Masters and states are copied beside the next step, up to its update.
         """
         spaces = state.optimizer.states
-        # The next forward changes these: amaxes, generators.
+        # The next step changes these: amaxes, generators, a router's bias.
+        writes_buffers = state.topology.replicas.rank == state.topology.tp.rank() == 0
+        buffers = [(cpu_copy(buffer), placement) for buffer, placement in state.buffers() if writes_buffers]
         rank_tensors = {name: cpu_copy(tensor.detach()) for name, tensor in rank_tensors_of(state).items()}
         for space in spaces:
             space.before_copy()
@@ -163,7 +178,7 @@ class Snapshot:
         else:
             frozen = {id(space): space.on_cpu() for space in spaces}
         slots = [(frozen[id(space)], slot, placement) for space, slot, placement in state.slots()]
-        return cls(slots, rank_tensors, describe(state, progress), state.config, _kinds(state), copied)
+        return cls(slots, rank_tensors, describe(state, progress), state.config, _kinds(state), buffers, copied)
 
     def wait(self) -> None:
         """Wait until everything has been copied."""
@@ -172,6 +187,9 @@ class Snapshot:
 
     def chunks(self) -> Iterator[Chunk | str]:
         """This rank's part of the model's tensors, one piece of a fragment at a time."""
+        for buffer, placement in self.buffers:
+            for part in placement.region.rectangles(0, buffer.numel()):
+                yield Chunk(placement.key, placement.region.global_shape, part.offset, buffer.view(part.sizes))
         for space, slot, placement in self.slots:
             if not space.space.sharing.counts_in_norm:
                 continue  # another rank writes the parameter

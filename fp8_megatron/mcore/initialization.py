@@ -33,6 +33,17 @@ def named_parameters_of_model(chunk: torch.nn.Module) -> dict[str, torch.nn.Para
     return named
 
 
+def named_buffers_of_model(chunk: torch.nn.Module) -> dict[str, Tensor]:
+    """What one model chunk computes itself and keeps, as routers keep the bias of their experts, by the names in the
+    whole model."""
+    return {
+        _name_in_model(f"{prefix}.{name}", chunk): buffer
+        for prefix, module in chunk.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
 def named_quantizers_of_model(
     chunk: torch.nn.Module,
 ) -> dict[str, LinearQuantizers | HeadQuantizers | AttentionQuantizers]:

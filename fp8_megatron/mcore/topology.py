@@ -135,7 +135,7 @@ class Topology:
             self.replicas, duplicates=None if is_split else self.tp, summed_over=self.tp if is_partial else None
         )
 
-    def region_of(self, param: torch.nn.Parameter) -> Region:
+    def region_of(self, param: torch.Tensor) -> Region:
         """Where this rank's part of a parameter lies in the whole parameter."""
         if not is_expert(param):
             return region_of(param, self.tp.rank(), self.tp.size())
@@ -143,7 +143,7 @@ class Topology:
         return region_of(param, shared.rank(), shared.size(), experts=(self.ep.rank(), self.ep.size()))
 
 
-def region_of(param: torch.nn.Parameter, rank: int, size: int, *, experts: tuple[int, int] = (0, 1)) -> Region:
+def region_of(param: torch.Tensor, rank: int, size: int, *, experts: tuple[int, int] = (0, 1)) -> Region:
     """Where a tensor-parallel rank's part of a parameter lies, by the attributes that megatron-core sets.
 
     Args:
@@ -162,7 +162,7 @@ def region_of(param: torch.nn.Parameter, rank: int, size: int, *, experts: tuple
     )
 
 
-def is_expert(param: torch.nn.Parameter) -> bool:
+def is_expert(param: torch.Tensor) -> bool:
     """Whether a layer with experts has marked it as their weights [E, N, K]."""
     return getattr(param, "is_expert", False)
 

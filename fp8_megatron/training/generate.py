@@ -24,7 +24,7 @@ from ..data.tokenizer import Tokenizer
 from ..device import device as devices
 from ..dtypes import FP8_GEMM_MULTIPLE
 from ..mcore.gpt import build_model
-from ..mcore.initialization import named_parameters_of_model
+from ..mcore.initialization import named_buffers_of_model, named_parameters_of_model
 from ..mcore.runtime import runtime, seed_everything
 from ..mcore.topology import Topology, initialized
 from .build import build_recipe
@@ -92,10 +92,10 @@ def generate_text(
 def _load_model(config: Config, folder: Path, topology: Topology, device: torch.device) -> torch.nn.Module:
     padded_vocab_size = read_description(folder)["padded_vocab_size"]
     (chunk,) = build_model(config, padded_vocab_size, topology, device, partial(build_recipe, config.precision))
-    params = named_parameters_of_model(chunk.module)
-    placements = {name: placement_of(name, topology.region_of(param), config.model) for name, param in params.items()}
+    held = {**named_parameters_of_model(chunk.module), **named_buffers_of_model(chunk.module)}
+    placements = {name: placement_of(name, topology.region_of(own), config.model) for name, own in held.items()}
     for name, value in read_weights(folder, placements):
-        params[name].copy_(value.to(device))
+        held[name].copy_(value.to(device))
     return chunk.module.eval()
 
 

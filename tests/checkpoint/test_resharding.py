@@ -40,6 +40,9 @@ LAYOUTS = {
     "tp2_dp2": (4, replace(BUCKETS, tensor_model_parallel_size=2, sequence_parallel=True)),
     "pp2_vpp2": (2, replace(BUCKETS, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)),
     "dp4": (4, BUCKETS),
+    "ep2": (2, replace(BUCKETS, expert_model_parallel_size=2)),
+    "ep4": (4, replace(BUCKETS, expert_model_parallel_size=4)),
+    "ep2_dp2": (4, replace(BUCKETS, expert_model_parallel_size=2)),
     "pp2_first": (2, replace(BUCKETS, pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1)),
     "pp2_uneven_vpp2": (
         2,
@@ -56,7 +59,23 @@ LEVELS = {
 COMPANDED = PrecisionConfig(exp_avg_dtype=StorageDtype.INT8, exp_avg_sq_dtype=StorageDtype.UINT8)
 DELAYED = PrecisionConfig(fp8_recipe="delayed", fp8_lm_head=True)
 SPLIT = replace(COMPANDED, main_params_dtype=StorageDtype.SPLIT)
-MODELS = {"gpt3": replace(GPT3_STYLE, num_layers=4), "llama": replace(LLAMA_STYLE, num_layers=4)}
+#: A layer without experts, three with them, and routers that keep a bias.
+EXPERTS = replace(
+    LLAMA_STYLE,
+    num_layers=4,
+    num_experts=4,
+    moe_layer_freq="[0]*1+[1]*3",
+    moe_router_topk=2,
+    moe_ffn_hidden_size=64,
+    moe_shared_expert_intermediate_size=64,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+)
+MODELS = {
+    "gpt3": replace(GPT3_STYLE, num_layers=4),
+    "llama": replace(LLAMA_STYLE, num_layers=4),
+    "experts": EXPERTS,
+}
 NUM_MICRO_BATCHES = 4
 
 
@@ -122,11 +141,13 @@ def check(ranks: RankPool, folder: Path, model: str, source: tuple[str, str], ta
         ("gpt3", ("tp2_dp2", "O3"), [("pp2", "O3"), ("dp2", "O1")]),
         ("gpt3", ("pp2_vpp2", "bf16"), [("tp2_dp2", "bf16")]),
         ("gpt3", ("pp2_first", "O3"), [("one", "O3"), ("pp2", "O3"), ("pp2_uneven_vpp2", "O3")]),
+        ("experts", ("ep2_dp2", "O3"), [("one", "O3"), ("ep4", "O3"), ("ep2", "O2")]),
+        ("experts", ("ep4", "O2"), [("pp2", "O2"), ("ep2_dp2", "O2")]),
         pytest.param("gpt3", ("pp2_empty", "bf16"), [("pp2_first", "bf16")], marks=pytest.mark.slow),
         # What `test_resume` has of other replicas, and the case above of other stages, need not be run each time.
         pytest.param("llama", ("dp2", "O2"), [("tp2", "O2"), ("pp2", "bf16")], marks=pytest.mark.slow),
     ],
-    ids=["tp2_dp2", "pp2_vpp2", "pp2_first", "pp2_empty", "dp2"],
+    ids=["tp2_dp2", "pp2_vpp2", "pp2_first", "ep2_dp2", "ep4", "pp2_empty", "dp2"],
 )
 def test_another_layout_takes_over(
     ranks: RankPool, tmp_path: Path, model: str, source: tuple[str, str], targets: list[tuple[str, str]]

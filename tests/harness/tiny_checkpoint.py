@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.run_state import Progress, Resumable
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config
+from fp8_megatron.mcore.initialization import named_buffers_of_model
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
@@ -67,9 +69,15 @@ def train_steps(gpt: TinyGPT, config: Config, first: int, num_steps: int, num_mi
 
 
 def whole_state(gpt: TinyGPT) -> dict[str, Tensor]:
-    """Masters and the optimizer's states of the whole model by ``kind/name``."""
+    """Masters and the optimizer's states of the whole model by ``kind/name``, and its buffers; called by every rank."""
     kinds = ["master", *(spec.name for spec in gpt.optimizer.rule_states)]
-    return {f"{kind}/{name}": value for kind in kinds for name, value in whole_weights(gpt, kind).items()}
+    state = {f"{kind}/{name}": value for kind in kinds for name, value in whole_weights(gpt, kind).items()}
+    buffers = {name: value for chunk in gpt.chunks for name, value in named_buffers_of_model(chunk.module).items()}
+    everyones: list[dict[str, Tensor]] = [{}] * gpt.topology.world_size
+    torch.distributed.all_gather_object(everyones, buffers)
+    for name, value in itertools.chain.from_iterable(own.items() for own in everyones):
+        assert torch.equal(state.setdefault(f"buffer/{name}", value), value), name
+    return state
 
 
 def run_tiny(

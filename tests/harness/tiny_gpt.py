@@ -6,7 +6,8 @@ The loop is the least that drives the public parts; the trainer's own is `traini
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -193,42 +194,21 @@ def whole_weights(gpt: TinyGPT, kind: str = "master") -> dict[str, Tensor]:
     Args:
         kind: a state of the update rule instead.
     """
-    topology = gpt.topology
     mine = []
     for state, slot in gpt.optimizer.slots():
         load = partial(_load_fragment, state, kind, slot)
-        value = state.space.assemble(slot, load).cpu()
-        mine.append((slot.name, topology.tp.rank(), value, sharding_of(slot.param)))
-    everyone: list[Any] = [None] * topology.world_size
+        mine.append((slot.name, slot.region, state.space.assemble(slot, load).cpu()))
+    everyone: list[Any] = [None] * gpt.topology.world_size
     torch.distributed.all_gather_object(everyone, mine)
-    shards: dict[str, dict[int, Tensor]] = {}
-    shardings = {}
-    for name, tp_rank, value, sharding in itertools.chain.from_iterable(everyone):
-        known = shards.setdefault(name, {}).setdefault(tp_rank, value)
-        assert torch.equal(known, value), f"{name} differs between the stages that share it"
-        shardings[name] = sharding
-    return {
-        name: assemble([parts[rank] for rank in sorted(parts)], shardings[name])
-        for name, parts in sorted(shards.items())
-    }
+    found: dict[str, Tensor] = {}
+    for name, region, value in itertools.chain.from_iterable(everyone):
+        places = region.part_of(torch.arange(math.prod(region.whole_shape)).view(region.whole_shape))
+        flat = found.setdefault(name, torch.full(region.whole_shape, torch.nan)).view(-1)
+        known = flat[places]
+        assert (known.isnan() | (known == value)).all(), f"{name} differs between the ranks that share it"
+        flat[places] = value
+    return dict(sorted(found.items()))
 
 
 def _load_fragment(state: SpaceState, kind: str, slot: Slot, fragment: Fragment) -> Tensor:
     return state.part(kind, slot, fragment).load()
-
-
-def sharding_of(param: torch.nn.Parameter) -> tuple[int, int] | None:
-    """(dimension, stride) along which tensor parallelism splits a parameter, None where it is replicated."""
-    if not getattr(param, "tensor_model_parallel", False):
-        return None
-    return param.partition_dim, param.partition_stride  # type: ignore[attr-defined]
-
-
-def assemble(parts: Sequence[Tensor], sharding: tuple[int, int] | None) -> Tensor:
-    """The whole parameter from its tensor-parallel parts: the inverse of `initialization.shard`."""
-    if sharding is None:
-        assert all(torch.equal(part, parts[0]) for part in parts), "a replicated parameter differs between ranks"
-        return parts[0]
-    dim, stride = sharding
-    pieces = [part.chunk(stride, dim=dim) for part in parts]
-    return torch.cat([piece[index] for index in range(stride) for piece in pieces], dim=dim)
