@@ -33,7 +33,7 @@ class Notes:
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class GradientChange:
     """What a call of the step did to each gradient.
 
     Attributes:
@@ -124,15 +124,15 @@ class RecordedGrads:
             if stored is not None:
                 _mark(stored, count)
 
-    def change_since(self, states: bytes, before: Notes) -> Change:
+    def change_since(self, states: bytes, before: Notes) -> GradientChange:
         """What was done since there were `states` and `before`."""
         added = [
             0 if stored is None else max(0, stored.count - (count if state == _SUM else 0))
             for stored, state, count in zip(self._stored, states, before.counts, strict=True)
         ]
-        return Change(self.states, added)
+        return GradientChange(self.states, added)
 
-    def fits(self, states: bytes, change: Change) -> bool:
+    def fits(self, states: bytes, change: GradientChange) -> bool:
         """Whether the storage of the gradients stays as it is if `change` is done once more."""
         most: dict[WholeGradBuffer, int] = {}
         for stored, state, added in zip(self._stored, states, change.added, strict=True):
@@ -142,7 +142,7 @@ class RecordedGrads:
                 most[storage] = max(count, most.get(storage, 0))
         return all(storage.fits(count) for storage, count in most.items())
 
-    def note(self, states: bytes, change: Change) -> None:
+    def note(self, states: bytes, change: GradientChange) -> None:
         """Know what a launch has done, which began with `states`."""
         for index, (param, stored) in enumerate(zip(self._params, self._stored, strict=True)):
             before, after, added = states[index], change.states[index], change.added[index]

@@ -29,7 +29,7 @@ from ..quantization.amax_history import AmaxHistory
 from .build import delayed_scales
 from .gradients import ParamGrad
 from .pytrees import flattened, rebuilt
-from .recorded_grads import Change, RecordedGrads
+from .recorded_grads import GradientChange, RecordedGrads
 from .transformers_masks import TransformersMasks
 
 logger = logging.getLogger(__name__)
@@ -46,15 +46,15 @@ class _Recording:
     launch: Callable[[], None]
     result: Any
     tensors: Sequence[Tensor]
-    change: Change
+    change: GradientChange
 
 
 @dataclass(eq=False)
-class _Kind:
+class _StepKind:
     """Calls that one recording repeats. `change` is that of the last unrecorded one."""
 
     num_unrecorded: int = 0
-    change: Change | None = None
+    change: GradientChange | None = None
     masks: TransformersMasks = field(default_factory=TransformersMasks)
     recording: _Recording | None = field(default=None)
 
@@ -85,7 +85,7 @@ class RecordedStep:
         self._histories: list[AmaxHistory] = delayed_scales(model, self._device)
         self._addresses = self._grads.addresses
         self._num_known = self._count_known()
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[Hashable, _StepKind] = {}
         #: By the kind of batch, where recordings read it.
         self._batches: dict[Hashable, list[Tensor]] = {}
         self._has_warned = False
@@ -117,7 +117,7 @@ class RecordedStep:
                 self._warn_of_many()
                 with self._recorder.beside():
                     return self._run((args, kwargs), [tensor.to(self._device, non_blocking=True) for tensor in tensors])
-            kind = self._kinds[key] = _Kind()
+            kind = self._kinds[key] = _StepKind()
         places = self._places(kind_of_batch, tensors)
         if kind.recording is None and self._may_record(kind, states):
             self._record(kind, states, (args, kwargs), places)
@@ -168,7 +168,7 @@ class RecordedStep:
         found = [tensor.detach() for tensor in found]
         return rebuilt(result, iter(found)), found
 
-    def _run_of_kind(self, kind: _Kind, states: bytes, batch: Any, tensors: Sequence[Tensor]) -> Any:
+    def _run_of_kind(self, kind: _StepKind, states: bytes, batch: Any, tensors: Sequence[Tensor]) -> Any:
         if self._recorder is None:  # recording has just failed
             return self._run(batch, tensors)
         before = self._grads.notes()
@@ -216,7 +216,7 @@ class RecordedStep:
             bytes([module.training for module in self._modules]),
         )
 
-    def _may_record(self, kind: _Kind, states: bytes) -> bool:
+    def _may_record(self, kind: _StepKind, states: bytes) -> bool:
         if kind.change is None or kind.num_unrecorded < self._warmup_steps:
             return False
         return self._grads.fits(states, kind.change) and all(history.is_settled for history in self._histories)
@@ -247,7 +247,7 @@ class RecordedStep:
             self.release()
         self._kinds.clear()
 
-    def _record(self, kind: _Kind, states: bytes, batch: Any, places: Sequence[Tensor]) -> None:
+    def _record(self, kind: _StepKind, states: bytes, batch: Any, places: Sequence[Tensor]) -> None:
         """Record a kind. Gradients are as before: nothing has run."""
         assert self._recorder is not None
         for history in self._histories:

@@ -34,7 +34,7 @@ from .param_state import (
 from .torch_optimizers import OptimizerError
 
 #: The user's param groups, as torch's optimizers have them.
-Groups = Sequence[Mapping[str, Any]]
+ParamGroups = Sequence[Mapping[str, Any]]
 #: State by the numbers of parameters.
 Entries = dict[Any, Entry]
 
@@ -95,7 +95,7 @@ class OptimizerStateDict:
             load_param_state(state, state.space.slots[index], {})
         self._numbers.restart(slots)
 
-    def state_dict(self, groups: Groups) -> dict[str, Any]:
+    def state_dict(self, groups: ParamGroups) -> dict[str, Any]:
         """torch's ``{"state": …, "param_groups": …}``. Called by every replica, or by the one that has consolidated it.
 
         Raises:
@@ -110,7 +110,7 @@ class OptimizerStateDict:
         entries = self._collect(groups) if consolidated is None else {key: {**one} for key, one in consolidated.items()}
         return {"state": entries, "param_groups": _packed(groups)}
 
-    def _collect(self, groups: Groups) -> Entries:
+    def _collect(self, groups: ParamGroups) -> Entries:
         """The entries by the parameters' numbers, with weights as they are stored."""
         states: dict[LocalParam, Entry] = {}
         for place, space in enumerate(self._spaces):
@@ -142,7 +142,7 @@ class OptimizerStateDict:
         """Whether an FP8 weight was written since `consolidate`. All replicas say the same."""
         return self._is_consolidated and not all(owner.is_consolidated for owner in self._masters())
 
-    def consolidate(self, groups: Groups, *, keeps: bool) -> None:
+    def consolidate(self, groups: ParamGroups, *, keeps: bool) -> None:
         """Collect the state of all replicas; called by every one. `drop_consolidated` ends it.
 
         Args:
@@ -211,7 +211,9 @@ class OptimizerStateDict:
         # The first parameter's; torch.distributed.checkpoint gives names, in any order.
         self._load_run_state(next((entry for entry in present.values() if "skipped_steps" in entry), {}))
 
-    def _matched(self, saved_states: Entries, groups: Groups, saved_groups: Groups) -> dict[LocalParam, Entry]:
+    def _matched(
+        self, saved_states: Entries, groups: ParamGroups, saved_groups: ParamGroups
+    ) -> dict[LocalParam, Entry]:
         """This rank's part of the saved entry of each parameter with state; {} if there is none."""
         sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
         if sizes != saved_sizes:
@@ -235,7 +237,7 @@ class OptimizerStateDict:
             history.load_state_dict(saved)
 
 
-def _check_groups(rule: UpdateRule, saved_groups: Groups) -> None:
+def _check_groups(rule: UpdateRule, saved_groups: ParamGroups) -> None:
     """Check that saved groups are those of the rule: an optimizer without state could not be told by it.
 
     Raises:
@@ -255,18 +257,18 @@ def _present(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if isinstance(value, Tensor) or value not in ({}, None)}
 
 
-def _indices(groups: Groups) -> dict[Tensor, int]:
+def _indices(groups: ParamGroups) -> dict[Tensor, int]:
     """Parameter → its number over all groups."""
     params = dict.fromkeys(param for group in groups for param in group["params"])
     return {param: number for number, param in enumerate(params)}
 
 
-def _packed(groups: Groups) -> list[dict[str, Any]]:
+def _packed(groups: ParamGroups) -> list[dict[str, Any]]:
     """The groups with numbers in place of parameters."""
     indices = _indices(groups)
     return [{**group, "params": [indices[param] for param in group["params"]]} for group in groups]
 
 
-def _numbers_of(groups: Groups) -> list[int]:
+def _numbers_of(groups: ParamGroups) -> list[int]:
     """The parameters' numbers, in order, of groups that have them in place of parameters."""
     return [number for group in groups for number in group["params"]]

@@ -23,7 +23,7 @@ from ..config.fields import (
     CountOrZero,
     FieldType,
     NotNegative,
-    Ranks,
+    NumRanks,
     SamplesOrZero,
     Size,
     field_types,
@@ -35,7 +35,7 @@ from .files import ANCESTORS, DUE, META, CheckpointError, iteration_of, read_fil
 from .run_state import FORMAT_VERSIONS, SLOTS
 
 _SamplesOrNone = SamplesOrZero | None
-_RanksOrNone = Ranks | None
+_RanksOrNone = NumRanks | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ _NEEDED = ("iteration", "consumed_samples", "skipped_steps", "topology", "vocab_
 
 
 @dataclass(frozen=True)
-class _Topology:
+class _SavedTopology:
     tensor_model_parallel_size: _RanksOrNone
     pipeline_model_parallel_size: _RanksOrNone
     virtual_pipeline_model_parallel_size: _RanksOrNone
@@ -100,8 +100,8 @@ class _Megatron:
     num_steps: _SamplesOrNone
     consumed_train_samples: SamplesOrZero
     consumed_valid_samples: SamplesOrZero
-    tensor_model_parallel_size: Ranks
-    pipeline_model_parallel_size: Ranks
+    tensor_model_parallel_size: NumRanks
+    pipeline_model_parallel_size: NumRanks
 
 
 def check_of_megatron(folder: Path, **values: Any) -> None:
@@ -155,7 +155,7 @@ def read_description(folder: Path) -> dict[str, Any]:
 def _problems(description: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with each field."""
     yield from _wrong("", field_types(_Description), description)
-    yield from _wrong("topology.", field_types(_Topology), description["topology"])
+    yield from _wrong("topology.", field_types(_SavedTopology), description["topology"])
     schedule = description.get("schedule") or {}
     yield from _wrong("schedule.", _of_schedule(), schedule)
     if schedule and "global_batch_size" not in schedule:

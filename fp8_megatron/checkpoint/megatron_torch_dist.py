@@ -47,7 +47,7 @@ _DIVISION = {
     "account_for_loss_in_pipeline_split": bool,
 }
 #: Where a parameter is in the buffers: (stage, model chunk, bucket, first element).
-Place = tuple[int, int, int, int]
+FlatPlace = tuple[int, int, int, int]
 
 
 class TorchDist(MegatronCheckpoint):
@@ -169,7 +169,7 @@ class _FlatBuffers:
     def _ranks_of(self, name: Name) -> int:
         return 1 if shared_axis(name.key) is None else self._tensor_size
 
-    def _part(self, kind: str, name: Name, rank: int, places: Mapping[Name, Place]) -> Tensor:
+    def _part(self, kind: str, name: Name, rank: int, places: Mapping[Name, FlatPlace]) -> Tensor:
         stage, chunk, bucket, start = places[name]
         key = self._buckets[stage * self._tensor_size + rank, chunk][bucket]
         shape = local_shape(name.key, self._shape(name), self._tensor_size)
@@ -182,7 +182,7 @@ class _FlatBuffers:
         shape = self._checkpoint.shapes[name.key]
         return shape if name.layer is None else shape[1:]
 
-    def _with_known_order(self) -> dict[Name, Place]:
+    def _with_known_order(self) -> dict[Name, FlatPlace]:
         """(stage, chunk, bucket, start) of every parameter, in the order under which masters are the weights."""
         problem: Exception | None = None
         for order in (order for each in ARCHITECTURES for order in each.layer_orders):
@@ -200,13 +200,13 @@ class _FlatBuffers:
             f"it again with --dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
         ) from problem
 
-    def _check(self, name: Name, places: Mapping[Name, Place]) -> None:
+    def _check(self, name: Name, places: Mapping[Name, FlatPlace]) -> None:
         weight = self._checkpoint.weight(name)
         own = part_of(name.key, weight, 0, self._ranks_of(name), is_gated=self._checkpoint.is_gated)
         master = self._checkpoint.in_model_dtype(self._part("master", name, 0, places))
         self._checkpoint.checked(master, own, name)
 
-    def _all_places(self, order: Sequence[str]) -> Iterator[tuple[Name, Place]]:
+    def _all_places(self, order: Sequence[str]) -> Iterator[tuple[Name, FlatPlace]]:
         shapes = self._checkpoint.shapes
         for stage in range(self._stages):
             for chunk in range(self._num_chunks):

@@ -78,11 +78,11 @@ class _Tensor(PickledObject):
     pass
 
 
-class _Bytes(PickledObject):
+class _BytesEntry(PickledObject):
     pass
 
 
-_DESCRIBED = {"Metadata": _Metadata, "TensorStorageMetadata": _Tensor, "BytesStorageMetadata": _Bytes}
+_DESCRIBED = {"Metadata": _Metadata, "TensorStorageMetadata": _Tensor, "BytesStorageMetadata": _BytesEntry}
 #: All names in a pickle of `Metadata`, and what is made of them.
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
@@ -123,14 +123,14 @@ def read_metadata(folder: Path, files: Collection[str] | None = None) -> dict[st
     if not isinstance(content, _Metadata):
         raise CheckpointError(f"checkpoint file {path} is not loaded: it holds a {type(content).__name__}")
     try:
-        return _Description(folder, content, files).tensors()
+        return _CheckedMetadata(folder, content, files).tensors()
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint file {path} is damaged: {error}; copy it again, or use another iteration"
         ) from None
 
 
-class _Description:
+class _CheckedMetadata:
     """What a folder's ``.metadata`` says, checked against its files. Methods raise `ValueError`: what is wrong."""
 
     def __init__(self, folder: Path, content: _Metadata, files: Collection[str] | None) -> None:
@@ -145,7 +145,7 @@ class _Description:
     def tensors(self) -> dict[str, StoredTensor]:
         found = {}
         for key, entry in self._entries.items():
-            if not isinstance(key, str) or not key.isprintable() or not isinstance(entry, _Tensor | _Bytes):
+            if not isinstance(key, str) or not key.isprintable() or not isinstance(entry, _Tensor | _BytesEntry):
                 raise ValueError(f"{key!r} is no tensor's name, or a {type(entry).__name__}")
             if isinstance(entry, _Tensor):
                 found[key] = self._tensor(key, entry)

@@ -94,7 +94,7 @@ def read_megatron_file(path: Path) -> Any:
         return content
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint file {path} is missing; copy it too") from None
-    except _Refused as refused:
+    except _BadFile as refused:
         raise CheckpointError(f"checkpoint file {path} {refused}") from None
     except Exception as error:  # torch raises almost anything for a damaged archive
         raise CheckpointError(f"checkpoint file {path} is damaged ({_said(error)}); copy it again") from error
@@ -108,7 +108,7 @@ def read_tensor(file: IO[bytes]) -> Tensor:
     """
     try:
         unknown = _names_in(file) - _OF_TENSORS
-    except _Refused as refused:
+    except _BadFile as refused:
         raise ValueError(f"it {refused}") from None
     if unknown:
         raise ValueError(f"it names {min(unknown)}, which no tensor needs")
@@ -123,7 +123,7 @@ def _check_nesting(content: Any) -> None:
     """Check that a recursive reader gets to the end of all containers.
 
     Raises:
-        _Refused: they are nested too deep, or hold themselves.
+        _BadFile: they are nested too deep, or hold themselves.
     """
     left: list[tuple[Any, int]] = [([content], 0)]
     count = 0
@@ -131,7 +131,7 @@ def _check_nesting(content: Any) -> None:
         value, depth = left.pop()
         count += 1
         if depth > _MOST_LEVELS or count > _MOST_CONTAINERS:
-            raise _Refused(f"is damaged (it nests deeper than {_MOST_LEVELS} levels, or holds itself); copy it again")
+            raise _BadFile(f"is damaged (it nests deeper than {_MOST_LEVELS} levels, or holds itself); copy it again")
         children = value.values() if isinstance(value, dict) else value
         left += [(child, depth + 1) for child in children if isinstance(child, dict | list | tuple)]
 
@@ -141,7 +141,7 @@ def _names_in_file(path: Path) -> set[str]:
         return _names_in(file)
 
 
-class _Refused(ValueError):
+class _BadFile(ValueError):
     """What is wrong with a file, as the end of a sentence that begins with the file."""
 
 
@@ -149,20 +149,20 @@ def _names_in(file: IO[bytes]) -> set[str]:
     """The classes and functions that a file of `torch.save` names, as ``module.name``. Builds nothing.
 
     Raises:
-        _Refused: a TorchScript archive, an archive that is compressed, or no archive.
+        _BadFile: a TorchScript archive, an archive that is compressed, or no archive.
     """
     try:
         archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile as error:
-        raise _Refused(f"is damaged ({error}), or was saved by torch before 1.6; copy it again") from None
+        raise _BadFile(f"is damaged ({error}), or was saved by torch before 1.6; copy it again") from None
     with archive:
         entries = archive.infolist()
         parts = [entry.filename.split("/")[1:] for entry in entries]
         if any(part == ["constants.pkl"] or part[:1] == ["code"] for part in parts):
-            raise _Refused("is a TorchScript archive, which is not read: it holds a program; save it with torch.save")
+            raise _BadFile("is a TorchScript archive, which is not read: it holds a program; save it with torch.save")
         pickles = [entry for entry, part in zip(entries, parts, strict=True) if part == ["data.pkl"]]
         if len(pickles) != 1 or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise _Refused("is damaged (it is no archive that torch.save wrote); copy it again")
+            raise _BadFile("is damaged (it is no archive that torch.save wrote); copy it again")
         return set(_globals(archive.read(pickles[0])))
 
 
@@ -174,7 +174,7 @@ def _globals(content: bytes) -> Iterator[str]:
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
             yield f"{module}.{name}"
         elif opcode.name in ("STACK_GLOBAL", "INST"):
-            raise _Refused(f"is damaged ({opcode.name} is not of torch.save's protocol); copy it again")
+            raise _BadFile(f"is damaged ({opcode.name} is not of torch.save's protocol); copy it again")
 
 
 @contextmanager

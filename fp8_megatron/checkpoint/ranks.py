@@ -15,7 +15,7 @@ from .files import CheckpointError, RunLockError
 Result = TypeVar("Result")
 
 
-class Place(Protocol):
+class RankPlace(Protocol):
     """A rank's place among all ranks (`mcore.topology.Topology`)."""
 
     @property
@@ -35,11 +35,11 @@ class Ranks:
         group: where the ranks meet. Default: torch's default group.
     """
 
-    def __init__(self, place: Place, group: ProcessGroup | None = None) -> None:
+    def __init__(self, place: RankPlace, group: ProcessGroup | None = None) -> None:
         self._rank, self._size, self._group = place.rank, place.world_size, group
 
     @classmethod
-    def apart(cls, place: Place, name: str, timeout: timedelta) -> Ranks:
+    def apart(cls, place: RankPlace, name: str, timeout: timedelta) -> Ranks:
         """Ranks that meet in a gloo group of their own, beside what else they exchange."""
         if place.world_size == 1:
             return cls(place)

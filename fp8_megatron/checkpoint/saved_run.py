@@ -88,7 +88,7 @@ def saved_settings(folder: Path, section: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _IncomingValues:
     """Values on their way from a checkpoint.
 
     Attributes:
@@ -111,7 +111,7 @@ class _Part:
 class _Loaded:
     """A chunk for a part; without one the part is complete."""
 
-    part: _Part
+    part: _IncomingValues
     planned: PlannedRead | None = None
     value: Tensor | Encoded | None = None
 
@@ -219,13 +219,13 @@ class SavedRun:
                     assert loaded.value is not None
                     loaded.planned.place(loaded.value)
 
-    def _load(self, part: _Part, planned: PlannedRead, device: torch.device) -> _Loaded:
+    def _load(self, part: _IncomingValues, planned: PlannedRead, device: torch.device) -> _Loaded:
         if device.type != "cuda":
             return _Loaded(part, planned, self.reader.load(planned.item))
         with torch.cuda.device(device):  # a new thread's device is the first one
             return _Loaded(part, planned, self.reader.load(planned.item, pinned=True))
 
-    def _part(self, elements: Elements, flat: Tensor) -> _Part:
+    def _part(self, elements: Elements, flat: Tensor) -> _IncomingValues:
         """What fills `flat`, FP32 zeros [length]."""
         placement, start = elements.placement, elements.start
         key = prefix_of(elements.kind) + placement.key
@@ -249,7 +249,7 @@ class SavedRun:
                 row = flat.new_zeros(part.sizes[1])
                 wanted.append(Wanted((num_rows - 1, part.offset[1]), (1, part.sizes[1]), row))
                 repeated.append((row, target[known:]))
-        return _Part(flat, self.reader.plan(key, wanted), repeated)
+        return _IncomingValues(flat, self.reader.plan(key, wanted), repeated)
 
     def rank_tensors(self, state: Resumable, prefix: str) -> dict[str, Tensor]:
         """The tensors that the rank in this rank's place saved under a prefix. Replicas share them, except for

@@ -29,7 +29,7 @@ _Message = tuple[Tensor, int]
 
 
 @dataclass
-class _Batch:
+class _Messages:
     """Messages in flight. On a GPU `wait` makes the current stream wait, not the host."""
 
     works: list[torch.distributed.Work]
@@ -42,14 +42,14 @@ class _Batch:
         self.works, self.tensors = [], []
 
 
-def _start(sent: Sequence[_Message], received: Sequence[_Message], group: Group) -> _Batch:
+def _start(sent: Sequence[_Message], received: Sequence[_Message], group: Group) -> _Messages:
     """Start to send tensors to ranks of `group` and to receive into others."""
     operations = [
         torch.distributed.P2POp(operation, tensor, group=group, group_peer=peer)
         for operation, messages in ((torch.distributed.isend, sent), (torch.distributed.irecv, received))
         for tensor, peer in messages
     ]
-    return _Batch(torch.distributed.batch_isend_irecv(operations), [tensor for tensor, _ in (*sent, *received)])
+    return _Messages(torch.distributed.batch_isend_irecv(operations), [tensor for tensor, _ in (*sent, *received)])
 
 
 class Gathering:

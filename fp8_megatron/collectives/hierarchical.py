@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..dtypes import StorageDtype
-from .reduce_scatter import ReduceScatterWork, Work, check_buffers, reduce_scatter_mean, start_all_to_all
+from .reduce_scatter import CollectiveWork, ReduceScatterWork, check_buffers, reduce_scatter_mean, start_all_to_all
 from .transport.stream_ops import side_stream
 from .wire import WireTensor, accumulate_rows_
 
@@ -110,7 +110,7 @@ def hierarchical_reduce_scatter_mean(
     shard = check_buffers(sent, received, groups.num_ranks)
     if groups.inter.size() == 1:
         return reduce_scatter_mean(sent, received, groups.intra)
-    stages = _Stages(sent, received, groups, shard, inter)
+    stages = _TwoStages(sent, received, groups, shard, inter)
     device = sent.payload.device
     if device.type == "cuda":
         with side_stream(device):
@@ -127,7 +127,7 @@ def hierarchical_reduce_scatter_mean(
 
 
 @dataclass(frozen=True, eq=False)
-class _Stages:
+class _TwoStages:
     """One call in flight, between two nodes or more.
 
     The first stage leaves its rows in one of the two buffers. Their sums go into the other buffer. The second stage
@@ -165,7 +165,7 @@ class _Stages:
         size = self._ranks_per_node * self.shard
         return tensor.slice(node * size, (node + 1) * size)
 
-    def start_intra(self) -> list[Work]:
+    def start_intra(self) -> list[CollectiveWork]:
         """Local rank l receives its node's versions of the shards that rank l of every node will own.
 
         One all-to-all per node of final owners: its shards are contiguous in `sent`, so nothing is repacked.
@@ -176,7 +176,7 @@ class _Stages:
             works += start_all_to_all(sent, received, self.groups.intra)
         return works
 
-    def start_inter(self, first: list[Work]) -> list[Work]:
+    def start_inter(self, first: list[CollectiveWork]) -> list[CollectiveWork]:
         """Wait for the first stage, sum it for each node of final owners, and start the second."""
         for work in first:
             work.wait()

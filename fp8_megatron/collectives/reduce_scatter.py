@@ -19,7 +19,7 @@ from ..dtypes import GRAD_BLOCK
 from .transport import copy_engine
 from .wire import OwnRow, WireTensor, accumulate_rows_
 
-Work = torch.distributed.Work | copy_engine.CopyWork
+CollectiveWork = torch.distributed.Work | copy_engine.CopyWork
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class ReduceScatterWork:
 
     shard: int
     device: torch.device
-    pending: Sequence[Work]
+    pending: Sequence[CollectiveWork]
     finish: Callable[[Tensor, bool], None]
 
     def wait(self) -> Tensor:
@@ -63,7 +63,7 @@ def start_all_to_all(
     group: Group,
     *,
     copies_own: bool = True,
-) -> list[Work]:
+) -> list[CollectiveWork]:
     """Start to send row r of `sent` to rank r and to receive row r of `received` from it: payload, then scales.
 
     Where `sent` lies in memory that the ranks share (`copy_engine.allocate`), copy engines move the bytes.

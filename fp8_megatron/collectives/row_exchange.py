@@ -243,9 +243,9 @@ class RowExchange:
         self._gathers.end_recording()
         self._sums.end_recording()
 
-    def _arrivals(self, ring: _Ring, number: int) -> list[_Arrival]:
+    def _arrivals(self, ring: _Ring, number: int) -> list[_PartArrival]:
         """What the other ranks send to this rank, in the order of sending."""
-        ring.pending = [_Arrival(self._link, source, ring.channel, number) for source in self._sources]
+        ring.pending = [_PartArrival(self._link, source, ring.channel, number) for source in self._sources]
         return ring.pending
 
 
@@ -261,7 +261,7 @@ def _sum(parts: Tensor, addend: Tensor | None) -> Tensor:
     return total
 
 
-class _Arrival:
+class _PartArrival:
     """A part that another rank sends. The first wait queues a wait on the stream; later ones do nothing."""
 
     def __init__(self, link: Link, source: int, channel: int, number: int) -> None:
@@ -293,7 +293,7 @@ class _Ring:
         self._recorded_buffers: list[Sequence[Tensor]] = []
         self._nbytes = self._number = self._number_before = 0
         self.channel = channel
-        self.pending: list[_Arrival] = []
+        self.pending: list[_PartArrival] = []
         #: Cached, because making views costs the host more than sending.
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[_Memory]] = {}
 

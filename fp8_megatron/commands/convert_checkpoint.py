@@ -41,7 +41,7 @@ console = Console(stderr=True, markup=False)
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """The command line. `parse_arguments` describes each flag."""
 
     input: Path
@@ -64,7 +64,7 @@ class Options:
     seed: int
 
 
-def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> Options:
+def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> ConvertOptions:
     """Read the command line.
 
     Raises:
@@ -120,7 +120,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
     add("--seed", type=seed, help="of these tokens (0)")
     given = vars(parser.parse_args(words))
     _check_no_flag_is_ignored(parser, given)
-    return Options(
+    return ConvertOptions(
         **{name: _DEFAULTS[name] if given[name] is None and name in _DEFAULTS else given[name] for name in given}
     )
 
@@ -153,7 +153,7 @@ def _check_no_flag_is_ignored(parser: Parser, given: dict[str, Any]) -> None:
             parser.error(f"{flag_name(name)} {given[name]}: --no-verify compares nothing; leave one of them out")
 
 
-def run(options: Options) -> int:
+def run(options: ConvertOptions) -> int:
     """Convert and verify; returns the exit status. The output gets its name when it is complete and compared."""
     from ..config.io import load_config, stated_settings
     from ..conversion.conversion import CheckpointFormat, check_new, open_source
@@ -225,7 +225,7 @@ def _move(folder: Path, output: Path) -> None:
         found.replace(output / found.name)
 
 
-def _num_bytes(source: SourceCheckpoint, options: Options, num_params: int) -> int:
+def _num_bytes(source: SourceCheckpoint, options: ConvertOptions, num_params: int) -> int:
     """Bytes that a conversion writes at least."""
     from ..conversion.conversion import CheckpointFormat
 
@@ -238,7 +238,7 @@ def _num_bytes(source: SourceCheckpoint, options: Options, num_params: int) -> i
     return 4 * num_params
 
 
-def to_ours(source: SourceCheckpoint, folder: Path, options: Options) -> str:
+def to_ours(source: SourceCheckpoint, folder: Path, options: ConvertOptions) -> str:
     """Write a checkpoint that --load takes into `folder`; returns a message for the user."""
     from ..conversion.conversion import CheckpointFormat, check_trainable, rewrite_ours, write_ours
     from ..data.hugging_face_tokenizer import import_tokenizer
@@ -264,7 +264,7 @@ def to_ours(source: SourceCheckpoint, folder: Path, options: Options) -> str:
     return message
 
 
-def to_megatron_core(source: SourceCheckpoint, folder: Path, options: Options) -> str:
+def to_megatron_core(source: SourceCheckpoint, folder: Path, options: ConvertOptions) -> str:
     """Write only the weights into `folder`, as torch_dist."""
     from ..conversion.conversion import write_megatron_core
 
@@ -273,7 +273,7 @@ def to_megatron_core(source: SourceCheckpoint, folder: Path, options: Options) -
     return "weights alone, in FP32"
 
 
-def to_hugging_face(source: SourceCheckpoint, folder: Path, options: Options) -> str:
+def to_hugging_face(source: SourceCheckpoint, folder: Path, options: ConvertOptions) -> str:
     """Write files that transformers loads into `folder`."""
     from ..conversion import hugging_face_folder as folders
     from ..data.hugging_face_tokenizer import copy_tokenizer, export_tokenizer
@@ -307,7 +307,7 @@ def to_hugging_face(source: SourceCheckpoint, folder: Path, options: Options) ->
     return tokenizer.message
 
 
-def with_flags(config: Config, options: Options) -> Config:
+def with_flags(config: Config, options: ConvertOptions) -> Config:
     """The configuration with the command line's settings, and without the source run's folders.
 
     On one tensor-parallel rank, sequence parallelism is turned off.
@@ -338,7 +338,7 @@ def num_weights(source: SourceCheckpoint) -> int:
     return sum(1 for _ in places(source.weights.shapes))
 
 
-def verify(source: SourceCheckpoint, folder: Path, options: Options) -> bool:
+def verify(source: SourceCheckpoint, folder: Path, options: ConvertOptions) -> bool:
     """Compare the source's logits with those of the checkpoint in `folder`; whether they agree."""
     import torch
 

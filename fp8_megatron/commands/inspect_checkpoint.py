@@ -47,7 +47,7 @@ _MEGATRON_ARGUMENTS = (
 
 
 @dataclass(frozen=True)
-class Options:
+class InspectOptions:
     """The command line. `parse_arguments` describes each flag."""
 
     path: Path
@@ -58,7 +58,7 @@ class Options:
     json: bool = False
 
 
-def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> Options:
+def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None) -> InspectOptions:
     """Read the command line.
 
     Raises:
@@ -78,7 +78,7 @@ def parse_arguments(words: Sequence[str] | None = None, prog: str | None = None)
     add("--values", **switch, help=values)
     add("--verify", **switch, help="compare every file with its checksum in the manifest")
     add("--json", **switch, help="print JSON instead of tables")
-    return Options(**vars(parser.parse_args(words)))
+    return InspectOptions(**vars(parser.parse_args(words)))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Inspection:
     problems: list[str]
 
 
-def report_of(options: Options) -> Inspection:
+def report_of(options: InspectOptions) -> Inspection:
     """Read the contents of a checkpoint.
 
     Raises:
@@ -166,7 +166,7 @@ def _of_megatron(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
     }
 
 
-def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
+def _torch_dist_lines(folder: Path, options: InspectOptions, problems: list[str]) -> Iterator[TensorLine]:
     """Tensors shared by all ranks, then the tensors that each rank keeps for itself."""
     from ..checkpoint.metadata_file import read_metadata
     from ..checkpoint.torch_dist import TorchDistReader
@@ -181,7 +181,7 @@ def _torch_dist_lines(folder: Path, options: Options, problems: list[str]) -> It
         yield from _file_lines(file, options, problems, prefix=f"{file.stem}/")
 
 
-def _torch_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
+def _torch_lines(folder: Path, options: InspectOptions, problems: list[str]) -> Iterator[TensorLine]:
     """Tensors of every model-parallel rank in Megatron's ``torch``: ``mp_rank_00/model.<name>``, and of its optimizer.
 
     If a file cannot be read, this is added to `problems`.
@@ -217,14 +217,14 @@ def _tensors_in(content: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from _tensors_in(value, f"{name}.{text}" if name else text)
 
 
-def _safetensors_lines(folder: Path, options: Options, problems: list[str]) -> Iterator[TensorLine]:
+def _safetensors_lines(folder: Path, options: InspectOptions, problems: list[str]) -> Iterator[TensorLine]:
     from ..conversion.safetensors_files import SafetensorsFolder
 
     for file in sorted(set(SafetensorsFolder(folder).file_of.values())):
         yield from _file_lines(folder / file, options, problems)
 
 
-def _file_lines(path: Path, options: Options, problems: list[str], *, prefix: str = "") -> Iterator[TensorLine]:
+def _file_lines(path: Path, options: InspectOptions, problems: list[str], *, prefix: str = "") -> Iterator[TensorLine]:
     """Tensors of a file. If it cannot be opened, this is added to `problems`."""
     from ..checkpoint.files import CheckpointError
     from ..conversion.safetensors_files import open_safetensors
@@ -338,7 +338,7 @@ def main(words: Sequence[str] | None = None, prog: str = "inspect_checkpoint.py"
     return exit_status(partial(run, options), OSError)
 
 
-def run(options: Options) -> int:
+def run(options: InspectOptions) -> int:
     """Read and print a checkpoint's contents; returns the exit status."""
     report = report_of(options)
     if options.filter and not report.tensors:

@@ -49,7 +49,7 @@ MAX_PARTITIONS = 256
 
 
 @dataclass(frozen=True)
-class Encoding:
+class TextEncoding:
     """How text becomes tokens; the same in every worker."""
 
     tokenizer_type: str
@@ -82,27 +82,27 @@ class EncodedBatch:
 
 
 @lru_cache(maxsize=1)
-def load_tokenizer(encoding: Encoding) -> Tokenizer:
+def load_tokenizer(encoding: TextEncoding) -> Tokenizer:
     """This process's tokenizer, built once."""
     return build_tokenizer(encoding.tokenizer_type, encoding.tokenizer_model, encoding.vocab_size, encoding.options)
 
 
 @lru_cache(maxsize=1)
-def load_splitter(encoding: Encoding) -> SentenceSplitter | None:
+def load_splitter(encoding: TextEncoding) -> SentenceSplitter | None:
     """This process's splitter of sentences, built once; None if documents stay whole."""
     if not encoding.split_sentences:
         return None
     return SentenceSplitter(encoding.language, keep_newlines=encoding.keep_newlines)
 
 
-def token_dtype(encoding: Encoding) -> type[np.number]:
+def token_dtype(encoding: TextEncoding) -> type[np.number]:
     """uint16 if the vocabulary fits, otherwise int32 (as in Megatron)."""
     from megatron.core.datasets.indexed_dataset import DType
 
     return DType.optimal_dtype(load_tokenizer(encoding).vocab_size)
 
 
-def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
+def encode(encoding: TextEncoding, batch: RawBatch) -> EncodedBatch:
     """Parse and tokenise one batch. A document without tokens keeps its place, without a sequence.
 
     Raises:
@@ -132,14 +132,14 @@ def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
     return EncodedBatch(tokens, len(parsed.places), num_empty, text_bytes, batch.bytes_consumed, tuple(parsed.errors))
 
 
-def _sentences(encoding: Encoding, document: str | list[str]) -> list[str]:
+def _sentences(encoding: TextEncoding, document: str | list[str]) -> list[str]:
     """The texts of a document that are encoded one by one."""
     texts = [document] if isinstance(document, str) else document
     splitter = load_splitter(encoding)
     return texts if splitter is None else [sentence for text in texts for sentence in splitter.split(text)]
 
 
-def encode_all(encoding: Encoding, batches: Iterator[RawBatch], num_workers: int) -> Iterator[EncodedBatch]:
+def encode_all(encoding: TextEncoding, batches: Iterator[RawBatch], num_workers: int) -> Iterator[EncodedBatch]:
     """Encode every batch, in order, so that the output does not depend on `num_workers`."""
     if num_workers == 1:
         for batch in batches:
@@ -197,7 +197,7 @@ class ProgressReport:
 
 def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
     """Read, tokenise and write. After a ValueError or OSError (also raised if `stop` is set) no file remains."""
-    encoding = Encoding(
+    encoding = TextEncoding(
         tokenizer_type=tokenizer_type_of(arguments),
         tokenizer_model=arguments.tokenizer_model,
         vocab_size=arguments.vocab_size,
@@ -248,7 +248,7 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
     return 0
 
 
-def _output_prefixes(output_prefix: str, encoding: Encoding, overwrite: bool) -> dict[str, str]:
+def _output_prefixes(output_prefix: str, encoding: TextEncoding, overwrite: bool) -> dict[str, str]:
     """The prefix of each JSON key's dataset. Makes its folder.
 
     Raises:

@@ -35,7 +35,7 @@ LayersOrZero = Annotated[int, Ge(0), Le(MAX_LAYERS)]
 #: The largest number of ranks of a job.
 MAX_RANKS = 1_000_000
 #: Ranks that share something.
-Ranks = Annotated[int, Ge(1), Le(MAX_RANKS)]
+NumRanks = Annotated[int, Ge(1), Le(MAX_RANKS)]
 #: Sequences in a step.
 BatchSize = Annotated[int, Ge(1), Le(2**20)]
 #: Processes that each rank starts.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..storage import GradReduceMode
-from .fields import Count, Layers, Minutes, Ranks
+from .fields import Count, Layers, Minutes, NumRanks
 
 #: The settings that divide layers over stages.
 PIPELINE_SETTINGS = (
@@ -26,20 +26,20 @@ PIPELINE_SETTINGS = (
 class ParallelConfig:
     """How the model is split over ranks. Data-parallel size: WORLD_SIZE / (tensor × context × pipeline size)."""
 
-    tensor_model_parallel_size: Ranks = 1
+    tensor_model_parallel_size: NumRanks = 1
     """Ranks that share each layer."""
-    context_parallel_size: Ranks = 1
+    context_parallel_size: NumRanks = 1
     """Ranks that share each sequence. They hold the same weights, and exchange keys and values in attention."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """How context-parallel ranks exchange keys and values. p2p: in a ring, one rank at a time. all_gather: all at once,
     which takes more memory. a2a: each rank computes some heads over whole sequences."""
-    expert_model_parallel_size: Ranks = 1
+    expert_model_parallel_size: NumRanks = 1
     """Data- and context-parallel ranks that share the experts of a layer."""
-    expert_tensor_parallel_size: Ranks | None = None
+    expert_tensor_parallel_size: NumRanks | None = None
     """Ranks that share each expert. Default: tensor-model-parallel-size."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
     """How expert-parallel ranks exchange tokens."""
-    pipeline_model_parallel_size: Ranks = 1
+    pipeline_model_parallel_size: NumRanks = 1
     """Pipeline stages that share the layers."""
     num_layers_per_virtual_pipeline_stage: Layers | None = None
     """Layers of one virtual stage. Turns on the interleaved schedule."""

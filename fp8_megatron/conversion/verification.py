@@ -22,7 +22,7 @@ ROUNDED_SNR_DB = {torch.bfloat16: 25.0, torch.float16: 35.0, torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LogitsComparison:
     """Comparison of two checkpoints' logits, a and b, on the same tokens.
 
     Attributes:
@@ -55,7 +55,7 @@ class Comparison:
 
 def compare(
     what: str, a: Tensor, b: Tensor, *, tolerance: float | None, least_snr_db: float | None = None
-) -> Comparison:
+) -> LogitsComparison:
     """Compare logits [..., vocabulary] of `a` with those of `b`.
 
     Args:
@@ -63,7 +63,7 @@ def compare(
     """
     difference, largest = (a - b).abs().max().item(), b.abs().max().item()
     limit = None if tolerance is None else tolerance * max(1.0, largest)
-    return Comparison(what, difference, largest, snr_db(a, b), limit, least_snr_db)
+    return LogitsComparison(what, difference, largest, snr_db(a, b), limit, least_snr_db)
 
 
 def has_transformers() -> bool:
@@ -87,7 +87,7 @@ def verify(
     tolerance: float = TOLERANCE,
     target_name: Path | None = None,
     on_layer: Callable[[], None] = lambda: None,
-) -> list[Comparison]:
+) -> list[LogitsComparison]:
     """Compare the source with the target, and each Hugging Face side with transformers' model.
 
     Args:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from ..config.schema import DataConfig
 from ..errors import UserError
 from .datasets import DatasetBuilder, Datasets
-from .sft_encoding import Encoding
+from .sft_encoding import ConversationEncoding
 from .sft_files import ConversationFile, open_conversations
 from .splits import SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, remedies
 from .token_files import Blend
@@ -254,7 +254,7 @@ def _build(
 ) -> list[Any]:
     paths = sorted({path for blend in blends if blend for path in blend.prefixes})
     assert data.tokenizer_model is not None
-    encoding = Encoding(
+    encoding = ConversationEncoding(
         data.tokenizer_model, data.tokenizer_special_tokens, data.sft_tokenizer_prompt_format, data.sft_chat_template
     )
     files = {path: open_conversations(path, encoding, data.data_cache_path) for path in paths}

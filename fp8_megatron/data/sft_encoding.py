@@ -29,7 +29,7 @@ _BATCHES_PER_PROCESS = 4
 
 
 @dataclass(frozen=True)
-class Encoding:
+class ConversationEncoding:
     """What makes tokens of conversations. Processes are sent it.
 
     Attributes:
@@ -73,7 +73,7 @@ class EncodedLines:
 
 
 @dataclass
-class _Gathered:
+class _EncodedLists:
     """Lists that become an `EncodedLines`."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
@@ -81,7 +81,7 @@ class _Gathered:
     per_line: list[int] = field(default_factory=list)
 
 
-def encode_all(name: str, encoding: Encoding) -> Iterator[EncodedLines]:
+def encode_all(name: str, encoding: ConversationEncoding) -> Iterator[EncodedLines]:
     """Encode a file in order: the result does not depend on the number of processes.
 
     Raises:
@@ -104,12 +104,12 @@ def encode_all(name: str, encoding: Encoding) -> Iterator[EncodedLines]:
 
 
 @cache
-def _template(encoding: Encoding) -> ChatTemplate:
+def _template(encoding: ConversationEncoding) -> ChatTemplate:
     """The template of a process that lives as long as one file is read."""
     return encoding.template()
 
 
-def _encode_in_process(encoding: Encoding, batch: RawBatch) -> EncodedLines:
+def _encode_in_process(encoding: ConversationEncoding, batch: RawBatch) -> EncodedLines:
     return _encode(_template(encoding), batch)
 
 
@@ -119,7 +119,7 @@ def _encode(template: ChatTemplate, batch: RawBatch) -> EncodedLines:
     Raises:
         UserError: a bad line, named.
     """
-    gathered = _Gathered()
+    gathered = _EncodedLists()
     with watched() as give:
         for line, content in documents_of(batch):
             place = f"{batch.path}:{line}"

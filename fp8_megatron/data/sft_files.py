@@ -14,7 +14,7 @@ import torch
 
 from ..errors import UserError
 from .cached_arrays import make_files, map_arrays
-from .sft_encoding import Encoding, encode_all
+from .sft_encoding import ConversationEncoding, encode_all
 from .splits import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ConversationFile:
         return range(int(self.line_ends[index - 1]) if index else 0, int(self.line_ends[index]))
 
 
-def open_conversations(name: str, encoding: Encoding, cache_root: str | None) -> ConversationFile:
+def open_conversations(name: str, encoding: ConversationEncoding, cache_root: str | None) -> ConversationFile:
     """A file's conversations as tokens. Rank 0 makes them and caches them; all ranks map the cache.
 
     All ranks call it together, or a process without torch.distributed. All hosts share the cache folder.
@@ -95,7 +95,7 @@ def _first_does(action: Callable[[], object]) -> None:
         raise UserError(problem[0])
 
 
-def _write(name: str, encoding: Encoding, folder: Path) -> None:
+def _write(name: str, encoding: ConversationEncoding, folder: Path) -> None:
     """Write the parts of a file into a folder."""
     started = time.monotonic()
     try:

@@ -117,19 +117,19 @@ def replace_memsets(graph: int) -> int:
     try:
         driver = _driver()
         function, nodes = _fill_function(torch.cuda.current_device()), _nodes(driver.cuGraphGetNodes, graph)
-    except (OSError, AttributeError, _Refused) as error:
+    except (OSError, AttributeError, _DriverRefusal) as error:
         nodes, refusal = [], error
     for node in nodes:
         try:
             num_replaced += _replace(driver, graph, node, function)
-        except _Refused as error:
+        except _DriverRefusal as error:
             refusal = error
     if refusal is not None:
         logger.debug("memsets of a recording stay: %s", refusal)
     return num_replaced
 
 
-class _Refused(Exception):
+class _DriverRefusal(Exception):
     """The driver refuses a call."""
 
 
@@ -181,7 +181,7 @@ def _handles(nodes: list[int]) -> ctypes.Array[ctypes.c_void_p]:
 
 def _check(name: str, status: int) -> None:
     if status:
-        raise _Refused(f"{name} failed with CUDA driver error {status}")
+        raise _DriverRefusal(f"{name} failed with CUDA driver error {status}")
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..activation_functions import Activation
 from ..config.model import ModelConfig
 from ..config.schema import Config
-from .keys import Shape
 
 if TYPE_CHECKING:
     from .hugging_face import HuggingFace  # imports torch
@@ -44,7 +43,7 @@ class Parameter:
     """
 
     key: str
-    shape: Shape
+    shape: tuple[int, ...]
     stages: Stages = Stages.LAYERS
     axis: int | None = None
     pieces: int = 1
@@ -71,7 +70,7 @@ class Parameter:
             return []
         return [layer for layer in layers if self.layers is None or layer in self.layers]
 
-    def whole_shape(self, num_layers: int) -> Shape:
+    def whole_shape(self, num_layers: int) -> tuple[int, ...]:
         """The shape in a checkpoint of a model of so many layers."""
         return (len(self.layers_of(range(num_layers))), *self.shape) if self.stages is Stages.LAYERS else self.shape
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
-from .keys import LAYERS, Shape
-
-Json = Mapping[str, Any]
+from .hugging_face_values import Json
+from .keys import LAYERS
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Rule:
         """Names of theirs in one layer."""
         return tuple(name.format(layer) for name in self.names)
 
-    def split_shapes(self, shape: Shape) -> tuple[Shape, ...]:
+    def split_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The shapes of their tensors, from the shape of ours. Needs no data."""
         return tuple(tuple(part.shape) for part in self.split(torch.empty(shape, device="meta")))
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 
-Shape = tuple[int, ...]
-
 LAYERS = "decoder.layers."
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"

@@ -11,7 +11,6 @@ from ..errors import CheckpointError
 from . import decoder, moe
 from .architecture import Architecture
 from .hugging_face_values import shown
-from .keys import Shape
 
 if TYPE_CHECKING:
     from .hugging_face import HuggingFace
@@ -35,7 +34,7 @@ def is_linear_weight(key: str) -> bool:
     return any(key in each.linear_weights for each in ARCHITECTURES)
 
 
-def weight_shapes(model: ModelConfig, padded_vocab_size: int) -> dict[str, Shape]:
+def weight_shapes(model: ModelConfig, padded_vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Whole shapes of every weight by key, layers stacked, in the order of the forward pass."""
     rows = architecture_of(model).parameters(model, padded_vocab_size)
     return {row.key: row.whole_shape(model.num_layers) for row in rows}

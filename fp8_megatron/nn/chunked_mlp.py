@@ -28,7 +28,7 @@ from .operands import delivered
 from .rows import LocalRows, OperandRows
 
 
-class _Kept(NamedTuple):
+class _KeptChunk(NamedTuple):
     """What a chunk keeps for backward: the norm's statistics, and the scale of the activation's cast, FP32 [1]."""
 
     statistics: NormStatistics
@@ -180,13 +180,13 @@ def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return part if total is None or part is None else total.add_(part)
 
 
-def _kept(saved: list[Tensor | None]) -> list[_Kept]:
+def _kept(saved: list[Tensor | None]) -> list[_KeptChunk]:
     """The chunks' four tensors each, in order."""
 
-    def of(index: int) -> _Kept:
+    def of(index: int) -> _KeptChunk:
         mean, rstd, scale, activation_scale = saved[index : index + 4]
         assert mean is not None and rstd is not None
-        return _Kept(NormStatistics(mean, rstd, scale), activation_scale)
+        return _KeptChunk(NormStatistics(mean, rstd, scale), activation_scale)
 
     return [of(index) for index in range(0, len(saved), 4)]
 

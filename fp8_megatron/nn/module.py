@@ -106,22 +106,6 @@ class FP8Linear(torch.nn.Linear):
         value = value.to(dtype).requires_grad_()
         self.take(value, None if drawn is None else torch.nn.Parameter(drawn), recipe=recipe, weight=weight)
 
-    @classmethod
-    def from_linear(
-        cls,
-        linear: torch.nn.Linear,
-        *,
-        recipe: Recipe | None = None,
-        weight: StorageDtype = StorageDtype.FP8,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> FP8Linear:
-        """A layer with the values of `linear`; the weight is rounded, and the bias is in `dtype`."""
-        bias = None if linear.bias is None else torch.nn.Parameter(linear.bias.detach().to(dtype, copy=True))
-        layer = cls.__new__(cls)
-        torch.nn.Module.__init__(layer)
-        layer.take(linear.weight, bias, recipe=recipe or DEFAULT_RECIPE, weight=weight)
-        return layer
-
     def take(
         self, value: Tensor, bias: torch.nn.Parameter | None, *, recipe: Recipe, weight: StorageDtype, name: str = ""
     ) -> None:

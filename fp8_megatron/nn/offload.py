@@ -186,7 +186,7 @@ class _Saved(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Kept(NamedTuple):
+class _OnDevice(NamedTuple):
     """A tensor that stays on the device."""
 
     value: Tensor
@@ -269,7 +269,7 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if not layer.leaves or storage.nbytes() < MIN_BYTES or key in self._resident:
-            return _Kept(tensor.detach(), layer)
+            return _OnDevice(tensor.detach(), layer)
         stored = self._known.get(key)
         if stored is None:
             stored = self._known[key] = _Stored(layer, storage)
@@ -279,13 +279,13 @@ class ActivationOffload:
     def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        layer = saved.layer if isinstance(saved, _Kept) else saved.stored.layer
+        layer = saved.layer if isinstance(saved, _OnDevice) else saved.stored.layer
         if not layer.has_begun:
             layer.has_begun = True
             self._await()
             if layer.before is not None and layer.before.leaves:
                 self._fetch(layer.before)
-        if isinstance(saved, _Kept):
+        if isinstance(saved, _OnDevice):
             return saved.value
         stored = saved.stored
         if stored.on_device is None:  # of a layer whose successor has no backward, or none yet

@@ -39,14 +39,14 @@ def fp8_split_linear(
         linear,
         sizes,
     )
-    call = _Call(linear, tuple(sizes), dtype, torch.is_grad_enabled())
+    call = _SplitCall(linear, tuple(sizes), dtype, torch.is_grad_enabled())
     if call.has_backward:
         note_forward(linear)
     outputs: tuple[Tensor, ...] = _SplitLinear.apply(linear.weight, linear.bias, call, *inputs)
     return outputs
 
 
-class _Call(NamedTuple):
+class _SplitCall(NamedTuple):
     """What is no tensor of a call."""
 
     linear: LinearParams
@@ -67,7 +67,7 @@ class _Call(NamedTuple):
 
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, call: _SplitCall, *inputs: Tensor) -> tuple[Tensor, ...]:
         keeps_columns = call.has_backward and ctx.needs_input_grad[0]
         outputs, kept = [], []
         for x, part in zip(inputs, call.parts(), strict=True):

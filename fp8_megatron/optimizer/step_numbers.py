@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sharding.partition import ParamSpace
 
 #: (start, stop) in this rank's shard, and the step's number, FP32 [1] on the device.
-Part = tuple[int, int, Tensor]
+StepRange = tuple[int, int, Tensor]
 
 
 class StepNumbers:
@@ -64,7 +64,7 @@ class StepNumbers:
                     of_lag[lag] = self._new_lag(torch.full_like(self.done, lag))
                 keys[index] = of_lag[lag]
 
-    def advance(self, used: Sequence[Sequence[bool]], moved: Tensor) -> list[list[Part]]:
+    def advance(self, used: Sequence[Sequence[bool]], moved: Tensor) -> list[list[StepRange]]:
         """Begin a step: by space, the parts to update.
 
         Args:
@@ -101,7 +101,9 @@ class StepNumbers:
         return key
 
     @staticmethod
-    def _parts(space: ParamSpace, flags: Sequence[bool], keys: list[int], numbers: dict[int, Tensor]) -> list[Part]:
+    def _parts(
+        space: ParamSpace, flags: Sequence[bool], keys: list[int], numbers: dict[int, Tensor]
+    ) -> list[StepRange]:
         if all(flags) and len(set(keys)) == 1:
             return [(0, space.shard_numel, numbers[keys[0]])]
         runs: list[tuple[int, int, int]] = []

@@ -16,7 +16,7 @@ from ..sharding.partition import PLACE_BYTES, StorageClass
 from ..sharding.storage import ModelStorage
 
 #: Of a model: its experts, and all that is not in them.
-Part = Literal["experts", "others"]
+ModelPart = Literal["experts", "others"]
 #: GPT-2's, for a model whose tokenizer gives the size.
 _GPT2_VOCAB_SIZE = 50257
 
@@ -86,7 +86,7 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     return MemoryByKind(linear, rest)
 
 
-def replicas_by_part(config: Config, world_size: int) -> dict[Part, int]:
+def replicas_by_part(config: Config, world_size: int) -> dict[ModelPart, int]:
     """Ranks that hold the same experts, and the same other weights; of a model without experts, the second alone."""
     others = config.num_replicas(world_size)
     if config.model.num_experts is None:
@@ -99,7 +99,7 @@ def parameters_by_class(
     padded_vocab_size: int,
     *,
     stage: int | None = None,
-    part: Part | None = None,
+    part: ModelPart | None = None,
 ) -> dict[StorageClass, int]:
     """Parameters by the way they are stored: of a rank of pipeline stage `stage`, or of the whole model (None).
 

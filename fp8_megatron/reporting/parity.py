@@ -72,7 +72,7 @@ class RunResult:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LevelComparison:
     """A level against the reference. Gaps are relative: level / reference - 1.
 
     Attributes:
@@ -118,7 +118,7 @@ class Parity:
 
     reference: str
     common_loss: float | None
-    levels: list[Comparison]
+    levels: list[LevelComparison]
 
 
 def read_run(
@@ -200,8 +200,8 @@ def _compare(
     seeds: list[int],
     times: Mapping[str, float | None],
     reference: str,
-) -> Comparison:
-    """Args: seeds: of the pairs without divergence. times: `Comparison.seconds_to_loss` of each level."""
+) -> LevelComparison:
+    """Args: seeds: of the pairs without divergence. times: `LevelComparison.seconds_to_loss` of each level."""
     pairs = [(runs[seed], base[seed]) for seed in seeds]
     finals = _losses((own.final_loss, other.final_loss) for own, other in pairs)
     tails = _losses((own.tail_loss, other.tail_loss) for own, other in pairs)
@@ -211,7 +211,7 @@ def _compare(
     base_finals = [other for _, other in finals]
     every = [run for seed, run in runs.items() if seed in base]
     seconds, base_seconds = times.get(level), times.get(reference)
-    return Comparison(
+    return LevelComparison(
         level=level,
         seeds=seeds,
         diverged=sorted(seed for seed, run in runs.items() if run.diverged),
@@ -282,7 +282,7 @@ def _two_sided(t: float, degrees: int) -> float:
     return 1 - (2 / math.pi * (angle + inside) if is_odd else inside)
 
 
-def _row(one: Comparison, base: Comparison) -> dict[str, str]:
+def _row(one: LevelComparison, base: LevelComparison) -> dict[str, str]:
     def shown(value: float | None, form: str) -> str:
         return "" if value is None or one.level == base.level else form.format(value)
 

@@ -13,7 +13,6 @@ import torch
 
 from ..collectives.gradient_reduction import GradReducer, build_reducer
 from ..dtypes import GradReduceMode, StorageDtype
-from ..quantization.scaled_tensor import ScaledTensor
 from .gradient import GradBuffer
 from .partition import ParamSpace, StorageClass, partition
 from .region import Region
@@ -137,17 +136,6 @@ class DataParallelModule:
         """Wait for all weights. Code that reads weights outside a forward pass calls this first."""
         for gather in self._gathers:
             gather.wait()
-
-
-def parameter_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of a module's parameters in FP32, by name: what an optimizer's `load_weights` takes.
-
-    Read them before the optimizer is built: it gives the parameters other storage.
-    """
-    return {
-        name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach().float().clone()
-        for name, param in module.named_parameters()
-    }
 
 
 def finish_gradients(modules: Sequence[DataParallelModule]) -> None:

@@ -35,7 +35,7 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _Reduction:
     """A reduction under way, and where its result belongs."""
 
     staging: Staging
@@ -56,7 +56,7 @@ class StagingPool:
         self._memory = memory
         self._numel = 0
         self._free: list[Staging] = []
-        self._in_flight: deque[_Arrival] = deque()
+        self._in_flight: deque[_Reduction] = deque()
         self._num_made = 0
 
     def reserve(self, numel: int) -> None:
@@ -83,7 +83,7 @@ class StagingPool:
 
     def await_arrival(self, staging: Staging, work: ReduceScatterWork, accumulator: Tensor, *, adds: bool) -> None:
         """Take `staging` back; write or add the result of `work` to `accumulator` once it has arrived."""
-        self._in_flight.append(_Arrival(staging, work, accumulator, adds))
+        self._in_flight.append(_Reduction(staging, work, accumulator, adds))
 
     def drain(self) -> None:
         """Wait for everything in flight."""

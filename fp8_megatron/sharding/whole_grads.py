@@ -20,7 +20,7 @@ from .partition import ParamSpace
 from .storage import MAX_BF16_MICRO_BATCHES
 
 
-class _Part(NamedTuple):
+class _GradMemory(NamedTuple):
     """One gradient's memory: `padded` [slot.padded], its first elements `flat` [slot.numel], and under FP8 its scales.
     A view costs the host microseconds."""
 
@@ -116,7 +116,7 @@ class WholeGradBuffer(GradBuffer):
         if dtype is StorageDtype.FP8:
             self.scales = torch.ones(self.space.numel // GRAD_BLOCK, device=device)
         self.sections: list[Section] = []
-        self._parts: dict[Gradient, _Part] = {}
+        self._parts: dict[Gradient, _GradMemory] = {}
         self._section_of: dict[Gradient, Section] = {}
         for gradients in self._cut():
             section = Section(gradients, None if self._grows else self.space.numel, dtype.torch_dtype, device)
@@ -137,12 +137,12 @@ class WholeGradBuffer(GradBuffer):
             sections[-1].append(own)
         return sections
 
-    def _part(self, gradient: Gradient, section: Section) -> _Part:
+    def _part(self, gradient: Gradient, section: Section) -> _GradMemory:
         slot = gradient.slot
         first = slot.offset - section.start
         padded = section.payload[first : first + slot.padded]
         scales = None if self.scales is None else slot.padded_slice(self.scales, GRAD_BLOCK)
-        return _Part(padded[: slot.numel], padded, scales)
+        return _GradMemory(padded[: slot.numel], padded, scales)
 
     def flat(self, gradient: Gradient) -> Tensor:
         """The gradient [slot.numel], as it is stored (a view)."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
-from ..checkpoint.ranks import Place, Ranks
+from ..checkpoint.ranks import RankPlace, Ranks
 from ..checkpoint.run_state import Progress
 from ..reporting.cast_statistics import CastStatistics, HealthSample
 from ..reporting.run_log import EVENTS_FILE, EventKind, events_of_run, read_events
@@ -189,7 +189,7 @@ def _worst_change(cast: CastStatistics, earlier: Sequence[CastStatistics]) -> tu
     return found
 
 
-def resumed_after_spikes(progress: Progress, output_dir: Path, place: Place, run: str) -> Progress:
+def resumed_after_spikes(progress: Progress, output_dir: Path, place: RankPlace, run: str) -> Progress:
     """Where a resumed run goes on: after the data of a spike that it was rolled back for. Called by all ranks.
 
     Args:

@@ -15,7 +15,8 @@ from fp8_megatron.any_model.build import build_optimizer
 from fp8_megatron.any_model.initialize import initialize
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.any_model.torch_optimizers import OptimizerError
-from fp8_megatron.nn.module import FP8Linear
+from fp8_megatron.dtypes import StorageDtype
+from fp8_megatron.nn.module import DEFAULT_RECIPE, FP8Linear
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.fp8_models import master_of
@@ -40,7 +41,10 @@ class Linears(torch.nn.Module):
         super().__init__()
         torch.manual_seed(3)
         linears = [torch.nn.Linear(64, 96), torch.nn.Linear(96, 32)]
-        self.first, self.second = (FP8Linear.from_linear(linear) for linear in linears)
+        self.first, self.second = (FP8Linear(linear.in_features, linear.out_features) for linear in linears)
+        for layer, linear in zip((self.first, self.second), linears, strict=True):
+            bias = torch.nn.Parameter(linear.bias.detach().bfloat16())
+            layer.take(linear.weight, bias, recipe=DEFAULT_RECIPE, weight=StorageDtype.FP8)
         self.norm = torch.nn.LayerNorm(96)
         self.old = {linear.weight: self[index].weight for index, linear in enumerate(linears)}
 

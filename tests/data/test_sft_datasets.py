@@ -25,7 +25,7 @@ from fp8_megatron.data.sft_datasets import (
     most_conversations,
     pack_best_fit,
 )
-from fp8_megatron.data.sft_encoding import Encoding
+from fp8_megatron.data.sft_encoding import ConversationEncoding
 from fp8_megatron.data.sft_files import open_conversations
 from fp8_megatron.data.transformers_tokenizer import HuggingFaceTokenizer
 from fp8_megatron.errors import UserError
@@ -84,7 +84,7 @@ def test_a_pass_has_every_conversation_once_and_whole(
     content = lines(40)
     path = write_lines(tmp_path / "a.jsonl", content)
     # A chat template's own tokens, and ours with their mask.
-    file = open_conversations(path, Encoding(tokenizer.name), str(tmp_path / "cache"))
+    file = open_conversations(path, ConversationEncoding(tokenizer.name), str(tmp_path / "cache"))
     own = [(file.tokens[file.conversation(i)], file.is_answer[file.conversation(i)]) for i in range(40)]
     dataset = train_set(data_of(tokenizer, data_path=(path,), sft_packing=packs), tokenizer)
     size = len(dataset._packs)  # type: ignore[attr-defined]
@@ -187,9 +187,9 @@ def test_tokens_are_made_once_for_a_file_and_a_template(
     encode_all = sft_files.encode_all
     monkeypatch.setattr(sft_files, "encode_all", lambda name, own: made.append(name) or encode_all(name, own))
     path = write_lines(tmp_path / "a.jsonl", lines(5))
-    encoding = Encoding(tokenizer.name)
+    encoding = ConversationEncoding(tokenizer.name)
 
-    def tokens(encoding: Encoding) -> int:
+    def tokens(encoding: ConversationEncoding) -> int:
         return len(open_conversations(path, encoding, None).tokens)
 
     size = tokens(encoding)
@@ -217,7 +217,7 @@ def test_another_tokenizer_of_one_folder_makes_tokens_anew(tmp_path: Path) -> No
     path = write_lines(tmp_path / "a.jsonl", [talk("banana?", "ananas")])
 
     def tokens() -> list[int]:
-        return open_conversations(path, Encoding(str(folder)), None).tokens.tolist()
+        return open_conversations(path, ConversationEncoding(str(folder)), None).tokens.tolist()
 
     (folder / "merges.txt").write_text("#version: 0.2\n")
     letter_by_letter = tokens()
@@ -238,12 +238,12 @@ def test_damaged_tokens_are_made_again(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, part: str
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", lines(5))
-    before = open_conversations(path, Encoding(tokenizer.name), None).tokens.tolist()
+    before = open_conversations(path, ConversationEncoding(tokenizer.name), None).tokens.tolist()
     (file,) = (tmp_path / "cache").glob(f"sft-*/{part}.npy")
     whole = file.read_bytes()
     flipped = whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:]
     file.write_bytes({"nothing": b"", "header": whole[:50], "all but a byte": whole[:-1], "a bit": flipped}[damage])
-    assert open_conversations(path, Encoding(tokenizer.name), None).tokens.tolist() == before
+    assert open_conversations(path, ConversationEncoding(tokenizer.name), None).tokens.tolist() == before
     assert file.read_bytes() == whole and f"making {file} again" in caplog.text
     assert sorted(one.suffix for one in file.parent.iterdir()) == [".json"] + [".npy"] * 4
 
@@ -265,19 +265,19 @@ def test_processes_give_the_same_tokens(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", lines(200))
-    alone = open_conversations(path, Encoding(tokenizer.name), str(tmp_path / "alone"))
+    alone = open_conversations(path, ConversationEncoding(tokenizer.name), str(tmp_path / "alone"))
     read_batches = sft_encoding.read_batches
     monkeypatch.setattr(sft_encoding, "read_batches", lambda paths: read_batches(paths, batch_bytes=1000))
     monkeypatch.setattr(sft_encoding, "_ALONE_BELOW_BYTES", 0)
     monkeypatch.setattr(sft_encoding.os, "cpu_count", lambda: 2)
-    several = open_conversations(path, Encoding(tokenizer.name), str(tmp_path / "several"))
+    several = open_conversations(path, ConversationEncoding(tokenizer.name), str(tmp_path / "several"))
     for name in ("tokens", "is_answer", "conversation_ends", "line_ends"):
         assert np.array_equal(getattr(alone, name), getattr(several, name))
 
 
 def _error_of(_group: torch.distributed.ProcessGroup, path: str, tokenizer: str) -> str:
     try:
-        open_conversations(path, Encoding(tokenizer), None)
+        open_conversations(path, ConversationEncoding(tokenizer), None)
     except UserError as error:
         return str(error)
     return ""
@@ -329,10 +329,10 @@ def test_a_cache_that_this_host_does_not_see_is_named(
 ) -> None:
     monkeypatch.setattr(sft_files, "_first_does", lambda action: None)
     with pytest.raises(UserError, match=r"a.jsonl to .*, which this host does not see; give --data-cache-path"):
-        open_conversations(write_lines(tmp_path / "a.jsonl", lines(1)), Encoding(tokenizer.name), None)
+        open_conversations(write_lines(tmp_path / "a.jsonl", lines(1)), ConversationEncoding(tokenizer.name), None)
 
 
 def test_a_file_without_lines_is_named(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match=r"a.jsonl has no conversation; give one a line"):
-        open_conversations(str(tmp_path / "a.jsonl"), Encoding(tokenizer.name), None)
+        open_conversations(str(tmp_path / "a.jsonl"), ConversationEncoding(tokenizer.name), None)

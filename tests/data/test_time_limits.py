@@ -26,11 +26,11 @@ _HOSTILE = """
 import sys
 from pathlib import Path
 from fp8_megatron.data import time_limits, transformers_tokenizer
-from fp8_megatron.data.sft_encoding import Encoding, encode_all
+from fp8_megatron.data.sft_encoding import ConversationEncoding, encode_all
 transformers_tokenizer._LOADING_SECONDS = 2.0 if sys.argv[3] == "load" else 300.0
 time_limits.SECONDS = 1.0
 if sys.argv[3] == "conversation":
-    print(list(encode_all(sys.argv[2], Encoding(sys.argv[1]))))
+    print(list(encode_all(sys.argv[2], ConversationEncoding(sys.argv[1]))))
 tokenizer = transformers_tokenizer.HuggingFaceTokenizer(sys.argv[1])
 print("loaded", flush=True)
 tokenizer.encode_batch(["fine", "q"])

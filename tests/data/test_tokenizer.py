@@ -11,7 +11,7 @@ import sentencepiece
 from fp8_megatron.config.schema import DataConfig
 from fp8_megatron.data.hugging_face_tokenizer import export_tokenizer, import_tokenizer
 from fp8_megatron.data.sft_conversations import conversations_of
-from fp8_megatron.data.sft_encoding import Encoding
+from fp8_megatron.data.sft_encoding import ConversationEncoding
 from fp8_megatron.data.tokenizer import NullTokenizer, SentencePieceTokenizer, padded_vocab_size
 from fp8_megatron.data.tokenizer_settings import TokenizerOptions, build_tokenizer
 from fp8_megatron.data.transformers_tokenizer import HuggingFaceTokenizer
@@ -291,7 +291,7 @@ def test_the_chat_template_that_a_run_was_trained_with_is_exported(tmp_path, own
     file.write_text("\n" + MARKED_CHATML.replace("<|im_end|>", "!<|im_end|>") + "\n\n")
     template = {"sft_chat_template": str(file)} if asked == "file" else {"sft_tokenizer_prompt_format": asked}
     theirs, out = exported_chat_tokenizer(tmp_path, folder, **template)
-    trained = Encoding(
+    trained = ConversationEncoding(
         folder, (), template.get("sft_tokenizer_prompt_format", "default"), template.get("sft_chat_template")
     )
     messages = talk("Hi?", "Yes.")

@@ -61,7 +61,7 @@ def train(rank: int, num_ranks: int, rendezvous_file: str) -> dict[str, Any]:
     from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
     from fp8_megatron.optimizer.hyperparameters import OptimizerSettings
     from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-    from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients, parameter_values
+    from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients
     from fp8_megatron.sharding.replicas import Replicas, Sharing
     from fp8_megatron.sharding.storage import ModelStorage
 
@@ -73,7 +73,10 @@ def train(rank: int, num_ranks: int, rendezvous_file: str) -> dict[str, Any]:
     sharing, storage = Sharing(Replicas.of(group, CPU)), ModelStorage()
     torch.manual_seed(3)
     module = build_module()
-    values = parameter_values(module)
+    values = {  # before the optimizer gives the parameters other storage
+        name: param.dequantize() if isinstance(param, ScaledTensor) else param.detach().float().clone()
+        for name, param in module.named_parameters()
+    }
     model = DataParallelModule(module, sharing_of=lambda _: sharing, storage=storage)
     optimizer = FP8DistributedOptimizer([model], OptimizerSettings(lr=1e-2), storage, world=group, device=CPU)
     optimizer.load_weights(values.items())

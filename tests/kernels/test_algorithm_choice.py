@@ -136,7 +136,7 @@ def test_the_heuristic_names_the_same_first_algorithm_alone(shape: tuple[int, in
     scale = torch.ones(4, device="cuda")[:1]
     sizes, mode = (torch.Size((m, k)), torch.Size((n, k))), cublaslt.TENSOR_SCALE
     problem = cublaslt._Problem(*sizes, E4M3, E4M3, torch.bfloat16, None, False, True, 256, 0, mode, mode)
-    plan = cublaslt._Plan(problem)
+    plan = cublaslt._GemmPlan(problem)
     plan.point_at(cublaslt._A_SCALE, scale)
     plan.point_at(cublaslt._B_SCALE, scale)
     assert bytes(plan._heuristic(1)[0]) == bytes(plan._heuristic(8)[0])

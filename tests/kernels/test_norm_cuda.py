@@ -16,7 +16,7 @@ from fp8_megatron.dtypes import E5M2
 from fp8_megatron.kernels import extension, ops, reference
 from fp8_megatron.kernels.extension import ExtensionError, compile_source
 from fp8_megatron.kernels.norm import reference as norm
-from fp8_megatron.kernels.norm.cuda_plan import Plan, plan
+from fp8_megatron.kernels.norm.cuda_plan import KernelPlan, plan
 from fp8_megatron.quantization.stats import snr_db
 
 BF16_DB, FP32_DB = 60.0, 110.0
@@ -28,7 +28,7 @@ ROWS_ALONE = ((6144, 1), (8192, 2), (4096, 4), (1024, 8))
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
 
 
-def chosen_plan(columns: int, parts: int = 1, *, transposed: bool = True) -> Plan | None:
+def chosen_plan(columns: int, parts: int = 1, *, transposed: bool = True) -> KernelPlan | None:
     return plan(columns, parts, transposed=transposed, shared_bytes=SHARED_BYTES)
 
 

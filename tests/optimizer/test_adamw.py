@@ -303,7 +303,7 @@ def test_holds_the_bytes_that_its_level_says(level: str) -> None:
         scales = counts.pop("scales")
         formats = precision.formats
         kinds = [kind for kind in (formats.weight, formats.main_grad, formats.master_weight) if kind is not None]
-        said = sum(kind.itemsize for kind in kinds) + state.rule.bytes_per_param(formats)
+        said = sum(kind.itemsize for kind in kinds) + sum(dtype.itemsize for dtype in state.rule.dtypes(formats))
         assert sum(counts.values()) + buffer.payload.nbytes == said * state.space.numel
         # 4/256 bytes for each of at most three scaled states, five words and more a chunk, and per-tensor words.
         assert scales <= state.space.numel * (3 * 4 / 256 + 6 * 4 / CHUNK) + 64

@@ -150,5 +150,5 @@ def test_nesterov_needs_momentum() -> None:
 
 
 def test_sgd_without_momentum_stores_nothing() -> None:
-    assert build_rule("sgd", sgd_group({})).bytes_per_param(LEVELS["O3"]) == 0
-    assert build_rule("sgd", sgd_group({"momentum": 0.9})).bytes_per_param(LEVELS["O3"]) == 1
+    assert build_rule("sgd", sgd_group({})).dtypes(LEVELS["O3"]) == []
+    assert [dtype.itemsize for dtype in build_rule("sgd", sgd_group({"momentum": 0.9})).dtypes(LEVELS["O3"])] == [1]

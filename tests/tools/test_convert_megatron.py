@@ -242,7 +242,7 @@ def test_inspection_of_torch_files(run: Path, tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("saved_as", ["torch", "dp_reshardable", "fully_reshardable"])
 def test_inspection_sums_by_kind(run: Path, capsys: pytest.CaptureFixture[str], saved_as: str) -> None:
     """The sizes of weights and moments are the model's in every format; buffers have padding."""
-    report = inspect_checkpoint.report_of(inspect_checkpoint.Options(run / saved_as))
+    report = inspect_checkpoint.report_of(inspect_checkpoint.InspectOptions(run / saved_as))
     states = load_file(run / "states.safetensors")
     numel = sum(value.numel() for name, value in states.items() if name.startswith("weight/"))
     found = inspect_checkpoint.sums(report)

@@ -429,27 +429,27 @@ def _constant(activation: Activation) -> tuple[str | float, ...]:
     return activation.kind, activation.row.is_gated, *activation.parameters
 
 
-class Experts(NamedTuple):
+class ExpertRows(NamedTuple):
     """Rows of experts: their probabilities FP32 [T], and where groups start, int32 [E + 1]."""
 
     probs: Tensor
     offsets: Tensor
 
 
-def _rows_launched(experts: Experts | None, stand_in: Tensor) -> tuple[tuple[Tensor, Tensor], int, bool]:
+def _rows_launched(experts: ExpertRows | None, stand_in: Tensor) -> tuple[tuple[Tensor, Tensor], int, bool]:
     """What kernels take of `experts`: two tensors, the number of experts, and whether there are any."""
     if experts is None:
         return (stand_in, stand_in), 0, False
     return (experts.probs, experts.offsets), len(experts.offsets) - 1, True
 
 
-def _tile_sizes(F: int, experts: Experts | None) -> tuple[int, int]:
+def _tile_sizes(F: int, experts: ExpertRows | None) -> tuple[int, int]:
     """Rows and columns of a tile. Experts are often narrower than one of many columns."""
     return (_ROWS, _COLUMNS) if experts is None or F % _COLUMNS == 0 else _NARROW_TILE
 
 
 def _partial_amaxes(
-    z: Tensor, grad: Tensor | None, activation: Activation, experts: Experts | None
+    z: Tensor, grad: Tensor | None, activation: Activation, experts: ExpertRows | None
 ) -> tuple[Tensor, int]:
     T, F = z.shape[0], z.shape[1] // activation.row.num_inputs
     rows, columns = _tile_sizes(F, experts)
@@ -476,7 +476,7 @@ def activation_backward_amax(grad: Tensor, z: Tensor, activation: Activation) ->
     return amax_of_rows(z, grad, activation, None)
 
 
-def amax_of_rows(z: Tensor, grad: Tensor | None, activation: Activation, experts: Experts | None) -> Tensor:
+def amax_of_rows(z: Tensor, grad: Tensor | None, activation: Activation, experts: ExpertRows | None) -> Tensor:
     """Amax of the activation, or with `grad` of the gradient of z, FP32 [1]."""
     return partials_to_amax(
         *_partial_amaxes(z.contiguous(), None if grad is None else grad.contiguous(), activation, experts)
@@ -502,7 +502,7 @@ def quantize_rows(
     scale: Tensor | None,
     power_of_two: bool,
     amax_out: Tensor | None,
-    experts: Experts | None,
+    experts: ExpertRows | None,
 ) -> tuple[Tensor, Tensor]:
     """`activation_quantize`, of experts too."""
     z = z.contiguous()
@@ -568,7 +568,7 @@ def backward_quantize_rows(
     activation_dtype: torch.dtype,
     activation_scale: Tensor,
     column_sums: bool,
-    experts: Experts | None,
+    experts: ExpertRows | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`activation_backward_quantize`, of experts too: then the sums are the probabilities' gradients, FP32 [T]."""
     grad, z = grad.contiguous(), z.contiguous()

@@ -19,7 +19,7 @@ from .reference import FlatState, is_rounded, store_master_, store_moment_, upda
 _PIECE = 1 << 24
 
 #: (gradient, parameter, states), FP32 [n] each → (what is added to the parameter, the new states).
-Change = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Sequence[Tensor]]]
+ChangeFunction = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Sequence[Tensor]]]
 
 
 class FlatOperands(NamedTuple):
@@ -68,7 +68,7 @@ class FlatOperands(NamedTuple):
 
 
 def elementwise_step_(
-    operands: FlatOperands, change: Change, *, holds_squares: Sequence[bool], grad_factor: Tensor, step: Tensor
+    operands: FlatOperands, change: ChangeFunction, *, holds_squares: Sequence[bool], grad_factor: Tensor, step: Tensor
 ) -> None:
     """One step over flat storage, in place. Each element's change depends on that element alone.
 
@@ -82,7 +82,7 @@ def elementwise_step_(
 
 
 def _step_(
-    piece: FlatOperands, change: Change, holds_squares: Sequence[bool], grad_factor: Tensor, step: Tensor
+    piece: FlatOperands, change: ChangeFunction, holds_squares: Sequence[bool], grad_factor: Tensor, step: Tensor
 ) -> None:
     states, master, weight, chunk_amax = piece.states, piece.master, piece.weight, piece.chunk_amax
 

@@ -37,7 +37,7 @@ class _Geometry(NamedTuple):
     dtype: torch.dtype
 
 
-class _Plan(NamedTuple):
+class _GraphPlan(NamedTuple):
     """A built graph, the identifiers of its operands in the order of the call, and the bytes of its workspace."""
 
     graph: Any
@@ -138,7 +138,7 @@ def _forward_plan(
     log_sum_exp: _Geometry,
     softmax_scale: float,
     device: int,
-) -> _Plan:
+) -> _GraphPlan:
     graph = _new_graph(device)
     tensors = [_tensor(graph, geometry) for geometry in (query, key, value)]
     names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -167,7 +167,7 @@ def _backward_plan(
     log_sum_exp: _Geometry,
     softmax_scale: float,
     device: int,
-) -> _Plan:
+) -> _GraphPlan:
     graph = _new_graph(device)
     given = (query, key, value, out, grad, log_sum_exp)
     tensors = dict(zip(("q", "k", "v", "o", "dO", "stats"), (_tensor(graph, x) for x in given), strict=True))
@@ -203,16 +203,16 @@ def _give_back(results: Sequence[Any], geometries: Sequence[_Geometry]) -> None:
         result.set_data_type(_TYPES[geometry.dtype])
 
 
-def _built(graph: Any, operands: Sequence[Any], device: int) -> _Plan:
+def _built(graph: Any, operands: Sequence[Any], device: int) -> _GraphPlan:
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.check_support()
     graph.build_plans()
-    return _Plan(graph, tuple(operand.get_uid() for operand in operands), graph.get_workspace_size())
+    return _GraphPlan(graph, tuple(operand.get_uid() for operand in operands), graph.get_workspace_size())
 
 
-def _run(plan: _Plan, operands: Sequence[Tensor], device: torch.device) -> None:
+def _run(plan: _GraphPlan, operands: Sequence[Tensor], device: torch.device) -> None:
     handle = _handle(device.index)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
     workspace = torch.empty(max(plan.workspace, 1), dtype=torch.uint8, device=device)

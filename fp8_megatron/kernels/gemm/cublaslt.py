@@ -130,7 +130,7 @@ def matmul(
     plan = _plans.get(problem)
     with _lock:
         if plan is None:
-            plan = _plans[problem] = _Plan(_Problem(*problem))
+            plan = _plans[problem] = _GemmPlan(_Problem(*problem))
         # The heuristic checks that it is set; cuBLASLt reads it at the launch.
         plan.point_at(_A_SCALE, scale_b)
         plan.point_at(_B_SCALE, scale_a)
@@ -167,7 +167,7 @@ class _Problem:
         return f"{self.a_dtype} {list(self.a_shape)} × {self.b_dtype} {list(self.b_shape)}ᵀ → {self.out_dtype}"
 
 
-class _Plan:
+class _GemmPlan:
     """cuBLASLt's descriptors of one problem. cuBLASLt is column-major: its A is b, transposed, and its D is outᵀ."""
 
     def __init__(self, problem: _Problem) -> None:
@@ -334,7 +334,7 @@ class _Plan:
         return [one.algorithm for one in found[: num_found.value] if not one.state]
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: dict[tuple[Any, ...], _GemmPlan] = {}
 #: By problem, the algorithm that timing chose.
 _chosen: dict[_Problem, _Algorithm] = {}
 # Two calls set and read the scale pointers of a plan, and forward and backward are different threads.

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from ...activation_functions import Activation
-from ..activation.triton import Experts, amax_of_rows, backward_quantize_rows, quantize_rows
+from ..activation.triton import ExpertRows, amax_of_rows, backward_quantize_rows, quantize_rows
 
 
 def expert_activation_amax(z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation) -> Tensor:
     """`activation_reference.expert_activation_amax`: FP32 [1]."""
-    return amax_of_rows(z, None, activation, Experts(probs, offsets))
+    return amax_of_rows(z, None, activation, ExpertRows(probs, offsets))
 
 
 def expert_activation_backward_amax(
     grad: Tensor, z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation
 ) -> Tensor:
     """`activation_reference.expert_activation_backward_amax`: FP32 [1]."""
-    return amax_of_rows(z, grad, activation, Experts(probs, offsets))
+    return amax_of_rows(z, grad, activation, ExpertRows(probs, offsets))
 
 
 def expert_activation_quantize(
@@ -36,7 +36,7 @@ def expert_activation_quantize(
     amax_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`activation_reference.expert_activation_quantize`: one launch with a given scale, two under current scaling."""
-    return quantize_rows(z, activation, dtype, scale, power_of_two, amax_out, Experts(probs, offsets))
+    return quantize_rows(z, activation, dtype, scale, power_of_two, amax_out, ExpertRows(probs, offsets))
 
 
 def expert_activation_backward_quantize(
@@ -56,4 +56,4 @@ def expert_activation_backward_quantize(
     adds up the tiles' gradients of probabilities.
     """
     cast = (dtype, scale, power_of_two, amax_out, activation_dtype, activation_scale)
-    return backward_quantize_rows(grad, z, activation, *cast, False, Experts(probs, offsets))
+    return backward_quantize_rows(grad, z, activation, *cast, False, ExpertRows(probs, offsets))

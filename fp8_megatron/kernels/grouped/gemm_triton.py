@@ -30,7 +30,7 @@ _LARGE_WEIGHT = 32 << 20
 _ROW_TILES_TOGETHER = 4
 
 
-class _Tiles(NamedTuple):
+class _TileSizes(NamedTuple):
     """How a kernel is cut: columns of an output tile, elements of a sum that are loaded together, and the launch."""
 
     columns: int
@@ -41,15 +41,15 @@ class _Tiles(NamedTuple):
 
 
 @cache
-def _row_tiles(device: int) -> _Tiles:
-    return _Tiles(256, 128, 8, 4, 1) if _has_large_memory(device) else _Tiles(128, 64, 8, 3, 1)
+def _row_tiles(device: int) -> _TileSizes:
+    return _TileSizes(256, 128, 8, 4, 1) if _has_large_memory(device) else _TileSizes(128, 64, 8, 3, 1)
 
 
 @cache
-def _wgrad_tiles(device: int, is_fp8: bool) -> _Tiles:
+def _wgrad_tiles(device: int, is_fp8: bool) -> _TileSizes:
     if not _has_large_memory(device):
-        return _Tiles(128, 64, 8, 3, 1)
-    return _Tiles(128, 128, 4, 3, 2) if is_fp8 else _Tiles(128, 128, 8, 4, 1)
+        return _TileSizes(128, 64, 8, 3, 1)
+    return _TileSizes(128, 128, 4, 3, 2) if is_fp8 else _TileSizes(128, 128, 8, 4, 1)
 
 
 def _has_large_memory(device: int) -> bool:

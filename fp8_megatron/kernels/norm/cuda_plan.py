@@ -17,7 +17,7 @@ NUM_SUMS = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """The kernel's macros that follow from the shape; see csrc for what they mean.
 
     Attributes:
@@ -54,7 +54,7 @@ class Plan:
         }
 
 
-def plan(columns: int, parts: int, *, transposed: bool, shared_bytes: int) -> Plan | None:
+def plan(columns: int, parts: int, *, transposed: bool, shared_bytes: int) -> KernelPlan | None:
     """The plan for rows of `columns` elements, a number of summands of the gradient, and a block's shared memory.
 
     None if the kernel does not take the shape. It needs whole vectors of 8 columns per thread, whole warps per row, and
@@ -71,7 +71,7 @@ def plan(columns: int, parts: int, *, transposed: bool, shared_bytes: int) -> Pl
         rows = groups * stages * ((parts + 1) * 2 * columns + _BARRIER_BYTES)
         taken = max(tile_bytes + rows + slots, sums)
         if taken <= shared_bytes:
-            return Plan(columns, parts, transposed, threads, groups, tile_rows, stages, taken)
+            return KernelPlan(columns, parts, transposed, threads, groups, tile_rows, stages, taken)
     return None
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from ...config.model import ModelConfig
 from ...errors import CheckpointError
-from ..hugging_face import Family, Json, Rule
+from ..hugging_face import Family, Rule
 from ..hugging_face_values import (
     MAX_ROWS,
+    Json,
     count,
     mapping,
     number,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ...config.model import ModelConfig
-from ..hugging_face_values import count, number, plain, shown, truth
-
-Json = Mapping[str, Any]
+from ..hugging_face_values import Json, count, number, plain, shown, truth
 
 #: What ``--use-rope-scaling`` is beside its factor: Llama 3.1's and 3.2's.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

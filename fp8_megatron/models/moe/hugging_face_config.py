@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 from ...config.model import ModelConfig
 from ...errors import CheckpointError
-from ..hugging_face import Family, Json, Rule
+from ..hugging_face import Family, Rule
+from ..hugging_face_values import Json
 
 #: As `HuggingFace.families`.
 families: Mapping[str, Family] = MappingProxyType({})

@@ -58,10 +58,6 @@ class UpdateRule(ABC):
         """Storage dtypes of the states."""
         return [spec.dtype(formats) for spec in self.states]
 
-    def bytes_per_param(self, formats: StorageFormats) -> int:
-        """Bytes of the states for each parameter, without scales."""
-        return sum(dtype.itemsize for dtype in self.dtypes(formats))
-
 
 class ElementwiseRule(UpdateRule):
     """A rule without a kernel of its own: its step is `change`, in plain PyTorch on every device."""
