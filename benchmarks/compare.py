@@ -53,6 +53,8 @@ MODELS = {
     "llama-8b": "llama_8b",
     "llama-70b": "llama_70b",
     "qwen3-8b": "qwen3_8b",
+    "qwen3-30b-a3b": "qwen3_30b_a3b",
+    "mixtral-8x7b": "mixtral_8x7b",
 }
 _CURRENT = ["--precision", "fp8", "--fp8-recipe", "tensorwise"]
 _HISTORY = ["--precision", "fp8", "--fp8-recipe", "delayed"]

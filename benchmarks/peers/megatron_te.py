@@ -35,7 +35,7 @@ from fp8_megatron.data.document_bounds import NUM_TOKENS
 from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.mcore.transformer_config import tell_yarn
+from fp8_megatron.mcore.transformer_config import expert_settings, tell_yarn
 from fp8_megatron.training.batches import masked_mean_loss
 from fp8_megatron.training.schedule import build_scheduler
 
@@ -121,21 +121,13 @@ def _build_model(work: Work, *, is_first: bool, is_last: bool) -> torch.nn.Modul
     """This rank's stage, in BF16."""
     _provide_wgrad_fusion()
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    model = work.config.model
+    model, settings = work.config.model, _transformer_config(work)
     uses_te = _has_te() and work.device.type == "cuda"
-    spec = (
-        get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
-        if uses_te
-        else get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm)
-    )
     gpt = GPTModel(
-        _transformer_config(work),
-        spec,
+        settings,
+        get_gpt_decoder_block_spec(settings, use_transformer_engine=uses_te, normalization=model.normalization),
         vocab_size=work.vocab_size,
         max_sequence_length=model.num_positions,
         pre_process=is_first,
@@ -200,6 +192,7 @@ def _transformer_config(work: Work) -> Any:
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
         **_fp8_settings(work),
+        **_expert_settings(work),
     )
     tell_yarn(settings, model)
     return settings
@@ -216,6 +209,22 @@ def _fp8_settings(work: Work) -> dict[str, Any]:
         "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
         "fp8_margin": precision.fp8_margin,
         "fp8_param": work.recipe.endswith("-lean"),
+    }
+
+
+def _expert_settings(work: Work) -> dict[str, Any]:
+    """Experts with what is fastest there: grouped GEMMs, and kernels of Transformer Engine for router and permutation.
+    All tokens are kept."""
+    if work.config.model.num_experts is None:
+        return {}
+    fuses = _has_te() and work.device.type == "cuda"
+    return {
+        **expert_settings(work.config),
+        "moe_grouped_gemm": fuses,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_permute_fusion": fuses,
+        "moe_router_fusion": fuses,
+        "moe_router_padding_for_quantization": FP8_RECIPES[work.recipe] is not None,
     }
 
 

@@ -141,7 +141,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         num_query_groups=model.query_groups,
         kv_channels=model.head_dim,
         **_windows(model),
-        **_experts(config),
+        **expert_settings(config),
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.is_gated,
@@ -226,7 +226,7 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
     return {"window_size": window_sizes(model.window_size), "window_attn_skip_freq": pattern}
 
 
-def _experts(config: Config) -> dict[str, Any]:
+def expert_settings(config: Config) -> dict[str, Any]:
     """megatron-core's settings of experts and their router."""
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
