@@ -54,7 +54,7 @@ class Region:
         pieces: equal pieces of the axis that are cut separately (2 for the gate and up matrices of SwiGLU).
         rank, size: of the ranks that share the axis.
         axis_size: of the whole parameter, where the ranks' parts are not equal: all but the last ones are the largest.
-        stacked: (index, count) of each axis that the whole tensor has in front of the parameter's: layers, experts.
+        stacked: (index, count) of each axis that the whole tensor has in front of the parameter's, as that of layers.
         experts: (rank, size) of the ranks that share the experts evenly, axis 0 of a parameter [E, N, K]. `axis` is
             then another one.
     """

@@ -85,16 +85,11 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("level", PRECISIONS)
-def test_any_cut_over_replicas_is_one_rank(ranks: RankPool, level: str) -> None:
-    """The mean of equal gradients is exact. Buckets are larger than the parameters, and smaller."""
+def test_any_layout_is_one_rank(ranks: RankPool, level: str) -> None:
     expected = trained(ranks, level)
+    # The mean of equal gradients is exact. Buckets are larger than the parameters, and smaller.
     assert_equal(trained(ranks, level, replicas=2, same_tokens=True), expected)
     assert_equal(trained(ranks, level, replicas=4, same_tokens=True, bucket_numel=1 << 14), expected)
-
-
-@pytest.mark.parametrize("level", PRECISIONS)
-def test_any_expert_parallel_size_is_one_rank(ranks: RankPool, level: str) -> None:
-    expected = trained(ranks, level)
     for expert_ranks in (2, 4):
         assert_equal(trained(ranks, level, expert_ranks), expected)
     # Replicas of the experts, each with its own tokens.
@@ -146,8 +141,9 @@ def _load_and_train(config: Config, folder: Path) -> dict[str, Tensor]:
         return run.state()
 
 
-@pytest.mark.parametrize("state_dtype", ["native", "fp32"])
-@pytest.mark.parametrize("level", PRECISIONS)
+@pytest.mark.parametrize(
+    ("level", "state_dtype"), [*((level, "native") for level in PRECISIONS), ("O2", "fp32"), ("4_bytes", "fp32")]
+)
 def test_a_run_goes_on_with_any_expert_parallel_size(
     ranks: RankPool, tmp_path: Path, level: str, state_dtype: str
 ) -> None:
