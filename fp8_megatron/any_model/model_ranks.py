@@ -37,6 +37,12 @@ class ModelSpace(OptimizedSpace):
         """Whether users write to the memory of the parameters, which are not FP8 weights."""
         return self.space.storage is not StorageClass.LINEAR
 
+    def see(self) -> None:
+        """The values that plain parameters have are their masters'."""
+        if self.is_plain:
+            for one in self.params:
+                one.see()
+
 
 class ModelRanks:
     """One rank has the whole model. `data_parallel.Replication` and `fsdp.FullyShard` are the other cases.

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -103,10 +104,14 @@ class FP8Optimizer(SpaceOptimizer):
         super().__init__(param_groups, defaults, rule=rule, storage=storage, histories=histories, device=device)
         self._values = {}  # the masters hold them
 
-    def _before_groups(self) -> None:
-        self._skipped = SkippedSteps(self.device, self._histories, self._bad_gradients)
+    @cached_property
+    def _skipped(self) -> SkippedSteps:
+        return SkippedSteps(self.device, self._histories, self._bad_gradients)
+
+    @cached_property
+    def _whole(self) -> OptimizerStateDict:
         parts = (self._spaces, self._params, self._numbers, self._skipped.num, self._histories, self._ranks)
-        self._whole = OptimizerStateDict(*parts)
+        return OptimizerStateDict(*parts)
 
     @property
     def spaces(self) -> Sequence[ModelSpace]:
@@ -170,7 +175,7 @@ class FP8Optimizer(SpaceOptimizer):
     @torch.no_grad()
     def _build(self, space: ParamSpace, params: Sequence[LocalParam], group: dict[str, Any]) -> ModelSpace:
         """State and gradients of a new space, with the values that its parameters have."""
-        values = [self._values.get(slot.param, _value_of(slot.param)) for slot in space.slots]
+        values = [self._values.get(slot.param, one.value) for slot, one in zip(space.slots, params, strict=True)]
         self._ranks.broadcast(values)
         state = self.build_state(space, group)
         for slot, value in zip(space.slots, values, strict=True):
@@ -184,7 +189,7 @@ class FP8Optimizer(SpaceOptimizer):
         buffer = self._ranks.grad_buffer(space, self._storage, self._num_gradients)
         buffer.attach()
         built = ModelSpace(buffer, state, group, params)
-        _see(built)
+        built.see()
         return built
 
     def _name_state(self, params: Iterable[LocalParam]) -> None:
@@ -232,7 +237,7 @@ class FP8Optimizer(SpaceOptimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """torch's ``{"state": …, "param_groups": …}`` with plain tensors (`whole_state`).
+        """torch's ``{"state": …, "param_groups": …}`` with plain tensors.
 
         Called by every replica; after `consolidate_state_dict`, by the one that it names. Before the first step all
         of the rule's states are zero.
@@ -275,8 +280,12 @@ class FP8Optimizer(SpaceOptimizer):
             self._whole.consolidate(self.param_groups, keeps=to is None or to == self._ranks.group.rank())
 
     def _prepare_to_collect(self) -> None:
-        """Meet the other replicas, and bring the masters up to date."""
+        """Meet the other replicas, and follow the user."""
         self._ranks.meet("optimizer.state_dict()")
+        self._follow_user()
+
+    def _follow_user(self) -> None:
+        """Take what users did since the last step: parameters unfrozen, state dropped, values written."""
         self.take_unfrozen()
         self._start_anew()
         self.take_written_values()
@@ -310,11 +319,9 @@ class FP8Optimizer(SpaceOptimizer):
             state_dict = state_dict if changed is None else changed
         check_options(state_dict["param_groups"])
         self._whole.drop_consolidated()
-        self.take_unfrozen()
+        self._follow_user()  # a shard's master would overwrite written values
         self._warn_of_frozen(state_dict)
-        self._start_anew()
-        self.take_written_values()  # a shard's master would overwrite them
-        self._whole.load(state_dict, self.param_groups, _see)
+        self._whole.load(state_dict, self.param_groups)
         self._skipped.end_row()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -361,9 +368,7 @@ class FP8Optimizer(SpaceOptimizer):
         self._check_groups()
         self._check_ranks()
         self._whole.drop_consolidated()
-        self.take_unfrozen()
-        self._start_anew()
-        self.take_written_values()
+        self._follow_user()
         used = [space.buffer.settle() for space in self._spaces]
         self._ranks.finish_step()
         if not any(any(flags) for flags in used):
@@ -477,18 +482,6 @@ class FP8Optimizer(SpaceOptimizer):
                 for slot, one in zip(space.space.slots, space.params, strict=True):
                     if one.is_written:
                         yield space, slot, one
-
-
-def _see(space: ModelSpace) -> None:
-    """The values that plain parameters have are their masters'."""
-    if space.is_plain:
-        for one in space.params:
-            one.see()
-
-
-def _value_of(param: torch.nn.Parameter) -> Tensor:
-    """The parameter's value as it is stored, in its shape: FP32 of a `ScaledTensor`, otherwise its own dtype."""
-    return param.dequantize() if isinstance(param, ScaledTensor) else param.detach()
 
 
 def is_sharded(param: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..dtypes import STATE_BLOCK, StorageDtype, StorageFormats
 from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import SpaceState, StateTensor
+from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.partition import Slot, alone
 from .gradients import check_shape
 from .torch_optimizers import OptimizerError
@@ -51,6 +52,11 @@ class LocalParam:
         self.rows: Tensor = param
         self._shape = param.shape
         self._seen: tuple[int, ...] = ()
+
+    @property
+    def value(self) -> Tensor:
+        """The rows as they are stored, in their shape: FP32 of a `ScaledTensor`, otherwise their own dtype."""
+        return self.rows.dequantize() if isinstance(self.rows, ScaledTensor) else self.rows.detach()
 
     @property
     def is_written(self) -> bool:

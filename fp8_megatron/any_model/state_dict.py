@@ -8,7 +8,7 @@ of a step the storage of each space has room for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -177,13 +177,8 @@ class OptimizerStateDict:
         for space in self._spaces:
             yield from (slot.param for slot in space.space.slots if isinstance(slot.param, ScaledTensor))
 
-    def load(
-        self, state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]], published: Callable[[ModelSpace], None]
-    ) -> None:
+    def load(self, state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
         """Take on a state dict with all of the state; called by every replica. Groups take its numbers.
-
-        Args:
-            published: called with each space whose weights were derived from new masters.
 
         Raises:
             ValueError: groups or shapes differ, or the state is another optimizer's. Nothing has changed.
@@ -205,7 +200,7 @@ class OptimizerStateDict:
             for slot, one in zip(space.space.slots, space.params, strict=True):
                 load_param_state(space.state, slot, entries[one])
             publish(space.state)
-            published(space)
+            space.see()
         steps = [[float(entries[one].get("step", 0.0)) for one in space.params] for space in self._spaces]
         self._numbers.set_numbers(steps)
         # The first parameter's; torch.distributed.checkpoint gives names, in any order.

@@ -17,7 +17,6 @@ from ..sharding.partition import ParamSpace, StorageClass
 from ..sharding.released_grads import ReleasedGrad, ReleasedGradBuffer
 from ..sharding.storage import ModelStorage
 from . import statistics
-from .clip_grads import clip_factor
 from .hyperparameters import OptimizerSettings
 from .loss_scale import LossScale
 from .rules.rule import build_rule
@@ -202,6 +201,15 @@ class FP8DistributedOptimizer(SpaceOptimizer):
             space.buffer.end_step(torch.isfinite(factor))
         self.update(factor, self._moved(factor).float(), self._every_slot)
         return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients are multiplied by, FP32 [1]: min(1, max_norm / norm), 1 if max_norm is 0, NaN for a bad norm.
+
+    With NaN the optimizer step writes nothing.
+    """
+    factor = torch.ones_like(norm) if max_norm <= 0 else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(torch.isfinite(norm), factor, torch.full_like(norm, torch.nan))
 
 
 def _param_group(space: ParamSpace, settings: OptimizerSettings) -> dict[str, Any]:

@@ -83,11 +83,7 @@ class SpaceOptimizer(torch.optim.Optimizer):
         self._storage = storage
         self._histories = [history for history in histories if history.num_slots]
         self._numbers = StepNumbers(device)
-        self._before_groups()
         super().__init__(param_groups, defaults)
-
-    def _before_groups(self) -> None:
-        """Called before the param groups are added."""
 
     @property
     def spaces(self) -> Sequence[OptimizedSpace]:
