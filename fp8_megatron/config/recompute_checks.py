@@ -36,8 +36,11 @@ def recompute_module_problems(config: Config) -> Iterator[str]:
         yield f"recompute_modules(layernorm): layers of precision({precision}) keep the outputs of norms; drop it"
     elif set(modules) == {"layernorm"} and config.precision.is_fp8:
         yield "recompute_modules(layernorm) has no effect alone: FP8 layers recompute norms anyway; drop it"
-    elif set(modules) == {"moe_act"}:
-        yield "recompute_modules(moe_act) has no effect alone: experts compute the activation again anyway; drop it"
+    elif set(modules) == {"moe_act"} and config.precision.is_fp8:
+        yield "recompute_modules(moe_act) has no effect alone: FP8 experts recompute the activation anyway; drop it"
+    if "moe_act" in modules and not config.precision.is_fp8:
+        kept_by = config.precision.precision
+        yield f"recompute_modules(moe_act): experts of precision({kept_by}) keep their activations; drop it"
     if "moe_act" in modules and config.model.num_experts is None:
         yield "recompute_modules(moe_act) is for experts, of which there are none; drop it, or give --num-experts"
 

@@ -198,8 +198,8 @@ class TrainingConfig:
     recompute_modules: tuple[str, ...] = ()
     """Parts of a layer that selective recomputation covers, by default core_attn. core_attn: softmax(QKᵀ)·V. mlp: in
     FP8 layers the GEMM before the activation function, which has the largest output of a layer; otherwise the whole
-    MLP. layernorm: norms under --precision te. FP8 layers always recompute norms; 16-bit layers never do. moe_act: the
-    activation of experts, which is recomputed anyway."""
+    MLP. layernorm: norms under --precision te. moe_act: activations of experts. FP8 layers always recompute norms and
+    those activations; 16-bit layers never do."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Which layers full recomputation covers; see --recompute-num-layers."""
     recompute_num_layers: LayersOrZero | None = None

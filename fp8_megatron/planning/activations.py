@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from ..config.schema import Config
 from ..dtypes import StorageDtype
 from ..models.registry import architecture_of
-from .memory import model_storage, parameters_by_class, predict_memory
+from ..sharding.partition import StorageClass
+from .memory import largest_linear, model_storage, parameters_by_class, predict_memory, replicas_by_part
 from .wire import message_buffer_bytes
 
 #: Bytes of an element of the 16-bit types.
@@ -68,13 +69,6 @@ def predict_peak(
     state = predict_memory(config, padded_vocab_size, world_size=world_size, stage=stage)
     stored = model_storage(config.precision, config.num_micro_batches(world_size))
     by_class = parameters_by_class(config, padded_vocab_size, stage=stage)
-    wire = 0
-    if replicas > 1:
-        numel_of: dict[StorageDtype, int] = {}
-        for storage, count in by_class.items():
-            dtype = stored.of_grads(storage).wire
-            numel_of[dtype] = max(numel_of.get(dtype, 0), min(count, config.parallel.ddp_bucket_size))
-        wire = sum(_WIRE_BUFFERS * dtype.itemsize * numel for dtype, numel in numel_of.items())
     layers = config.layers_of_stage(stage)
     kept = min(config.precision.keep_fp8_transpose_cache, len(layers))
     gathered = sum(count * stored.of_state(storage).weight.itemsize for storage, count in by_class.items())
@@ -92,11 +86,26 @@ def predict_peak(
         activations=activations + (leaving if is_at_logits else in_backward),
         logits=logits if is_at_logits else 0,
         backward=0 if is_at_logits else backward,
-        wire_buffers=wire + message_buffer_bytes(config, stage=stage),
+        wire_buffers=_gradient_buffers(config, padded_vocab_size, world_size=world_size, stage=stage)
+        + message_buffer_bytes(config, stage=stage),
         transposes=kept * state.linear.num_params // max(len(layers), 1),
         recording=new_weights + predict_validation_bytes(config, padded_vocab_size, stage=stage) if records else 0,
         tables=architecture.table_bytes(config),
     )
+
+
+def _gradient_buffers(config: Config, padded_vocab_size: int, *, world_size: int, stage: int) -> int:
+    """Bytes of the buffers for gradients, of each dtype that is sent."""
+    stored = model_storage(config.precision, config.num_micro_batches(world_size))
+    numel_of: dict[StorageDtype, int] = {}
+    for part, replicas in replicas_by_part(config, world_size).items():
+        by_class = parameters_by_class(config, padded_vocab_size, stage=stage, part=part)
+        for storage, count in by_class.items() if replicas > 1 else ():
+            dtype, bucket = stored.of_grads(storage).wire, config.parallel.ddp_bucket_size
+            if storage is StorageClass.LINEAR and config.precision.weight_grad_scaling == "delayed":
+                bucket = max(bucket, largest_linear(config, part))  # no weight lies in two buckets
+            numel_of[dtype] = max(numel_of.get(dtype, 0), min(count, bucket))
+    return sum(_WIRE_BUFFERS * dtype.itemsize * numel for dtype, numel in numel_of.items())
 
 
 def predict_validation_bytes(config: Config, padded_vocab_size: int, *, stage: int = 0) -> int:

@@ -125,6 +125,14 @@ def parameters_by_class(
     return counts
 
 
+def largest_linear(config: Config, part: ModelPart) -> int:
+    """Elements of the largest linear weight that a rank holds."""
+    parallel = config.parallel
+    sizes = (parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
+    rows = [row for row in architecture_of(config.model).parameters(config.model, 0) if row.is_linear]
+    return max((row.numel_of_rank(*sizes) for row in rows if bool(row.experts) == (part == "experts")), default=0)
+
+
 def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:
     """Predicted bytes of the tensors of one checkpoint, of all ranks together."""
     by_class = parameters_by_class(config, padded_vocab_size)

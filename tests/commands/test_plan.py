@@ -26,7 +26,7 @@ def test_the_best_layouts_and_what_they_need(capsys: pytest.CaptureFixture[str])
         step_ms, speed = (float(cell.replace(",", "")) for cell in row[-2:])
         assert speed == pytest.approx(64 * 2048 / 4 / step_ms * 1e3, rel=1e-3)
         assert 20 < float(row[-3]) < 0.9 * 141
-    assert "wire buffers 0.48" in out and "a rank sends in a step: gradients" in out and "ms of a step: gemms" in out
+    assert "wire buffers 0.59" in out and "a rank sends in a step: gradients" in out and "ms of a step: gemms" in out
     assert "never measured" not in out
 
 

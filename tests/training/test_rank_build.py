@@ -223,6 +223,22 @@ def test_long_sequences(flags: str) -> None:
     assert abs(memory.peak - predicted) < 8 * 2 * 32768 * 4096, (memory.peak / 1e9, predicted / 1e9)
 
 
+@pytest.mark.parametrize("flags", ["", "--expert-model-parallel-size 2", "--precision bf16"])
+def test_experts(flags: str) -> None:
+    """Two layers of Qwen3-30B-A3B on two ranks, which reduce gradients or share the experts.
+
+    Left out are the third and fourth send buffer of the embedding, 2% of the peak, and in validation numbers of the
+    router.
+    """
+    words = f"--config {ROOT}/configs/qwen3_30b_a3b.yaml --mock-data --num-layers 2 --micro-batch-size 2 {flags}"
+    config = parse_config([*words.split(), "--global-batch-size", "4", "--eval-interval", "10"])
+    predicted = predict_peak(config, padded_vocab_size(config), world_size=2)
+    memory = build_rank(config, world_size=2, stage=0)
+    assert memory.state.total == pytest.approx(predicted.state, rel=1e-3)
+    assert memory.peak == pytest.approx(predicted.total, rel=0.03)
+    assert memory.validation == pytest.approx(predict_validation_bytes(config, padded_vocab_size(config)), rel=0.03)
+
+
 def test_heads_for_sequences() -> None:
     """What the exchange of heads keeps beside the ring: the prediction is as far from the built peak for both."""
     words = (
