@@ -9,7 +9,7 @@ import pytest
 from fp8_megatron.checkpoint.placement import placement_of
 from fp8_megatron.config.schema import Config, ModelConfig, TrainingConfig
 from fp8_megatron.models.registry import architecture_of, is_linear_weight, layers_of_key, weight_shapes
-from fp8_megatron.planning.memory import Part, parameters_by_class
+from fp8_megatron.planning.memory import ModelPart, parameters_by_class
 from fp8_megatron.reporting.flops import linear_params_per_layer
 from fp8_megatron.sharding.partition import StorageClass
 from fp8_megatron.sharding.region import Region
@@ -21,7 +21,7 @@ MODEL = replace(DENSE, num_experts=8, moe_ffn_hidden_size=32, moe_router_topk=3)
 MIXED = replace(MODEL, moe_layer_freq="[0,1,1,0]")
 HIDDEN = DENSE.hidden_size
 EXPERT = 3 * 32 * HIDDEN
-PARTS: tuple[Part | None, ...] = (None, "others")
+PARTS: tuple[ModelPart | None, ...] = (None, "others")
 
 
 def test_the_keys_of_experts_are_megatrons() -> None:
