@@ -74,14 +74,6 @@ def restored_token(model: torch.nn.Module, generator: torch.Generator) -> Tensor
     return _cross_entropy(model(input_ids=torch.where(replaced, anything, batch)).logits, batch)
 
 
-def tokens_class(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
-    """Loss of a classifier of tokens of transformers."""
-    batch = tokens(generator)[:, :-1]
-    wrong = torch.rand(batch.shape, generator=generator) < WRONG
-    labels = torch.where(wrong, torch.randint(CLASSES, batch.shape, generator=generator), batch % CLASSES)
-    return _cross_entropy(model(input_ids=batch).logits, labels)
-
-
 def translation(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
     """Loss of an encoder and decoder of transformers: the sequence one token on."""
     batch = tokens(generator)
@@ -124,20 +116,6 @@ def build_mlp() -> torch.nn.Module:
         torch.nn.Flatten(), torch.nn.Linear(3 * IMAGE * IMAGE, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU(),
         torch.nn.Linear(128, 64), torch.nn.GELU(), torch.nn.Linear(64, CLASSES),
     )  # fmt: skip
-
-
-class Encoder(torch.nn.Module):
-    """torch's own transformer encoder over patches of an image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = torch.nn.Conv2d(3, 64, 8, stride=8)
-        layer = torch.nn.TransformerEncoderLayer(64, 4, dim_feedforward=128, dropout=0.1, batch_first=True)
-        self.encoder = torch.nn.TransformerEncoder(layer, 2)
-        self.head = torch.nn.Linear(64, CLASSES)
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        return self.head(self.encoder(self.patches(pictures).flatten(2).transpose(1, 2)).mean(dim=1))
 
 
 class EncoderDecoder(torch.nn.Module):
@@ -234,7 +212,6 @@ _PICTURE = {"image_size": IMAGE, "num_labels": CLASSES}
 ARCHITECTURES: dict[str, Architecture] = {
     "mlp": Architecture(build_mlp, picture_class, is_slow=False),
     "cnn": Architecture(build_cnn, picture_class),
-    "torch encoder": Architecture(Encoder, picture_class),
     "torch transformer": Architecture(EncoderDecoder, torch_translation),
     "mlp mixer": Architecture(Mixer, picture_class),
     "gpt2": Architecture(
@@ -246,24 +223,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         _transformers("LlamaForCausalLM", "LlamaConfig", **_TEXT, **_SMALL, num_key_value_heads=2), next_token
     ),
-    "opt": Architecture(
-        _transformers(
-            "OPTForCausalLM",
-            "OPTConfig",
-            **_TEXT,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            ffn_dim=128,
-            word_embed_proj_dim=64,
-        ),
-        next_token,
-    ),
     "bert": Architecture(_transformers("BertForMaskedLM", "BertConfig", **_TEXT, **_SMALL), restored_token),
-    "roberta": Architecture(
-        _transformers("RobertaForTokenClassification", "RobertaConfig", **_TEXT, **_SMALL, num_labels=CLASSES),
-        tokens_class,
-    ),
     "t5": Architecture(
         _transformers(
             "T5ForConditionalGeneration",
@@ -300,9 +260,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             num_stages=2,
         ),
         picture_class,
-    ),
-    "timm deit": Architecture(
-        _timm("deit_tiny_patch16_224", patch_size=8, embed_dim=64, depth=2, num_heads=4), picture_class
     ),
     "timm swin": Architecture(
         _timm(

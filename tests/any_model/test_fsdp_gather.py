@@ -48,11 +48,10 @@ def tensors_of(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(32, 48, generator=generator).bfloat16(), torch.randn(32, 16, generator=generator).bfloat16()
 
 
-def same_as_one_rank(
-    group: Group, mesh_shape: tuple[int, ...] = (), micro_batches: int = 1, recomputes: bool = False, **options: Any
-) -> None:
+def same_as_one_rank(group: Group, options: dict[str, Any]) -> None:
     """Outputs equal one rank's bit for bit, and gradients are the mean of what every rank would have alone."""
-    model = build(recomputes)
+    mesh_shape, micro_batches = options.pop("mesh_shape", ()), options.pop("micro_batches", 1)
+    model = build(options.pop("recomputes", False))
     alone = copy.deepcopy(model)
     shape = mesh_shape or (group.size(),)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -79,34 +78,21 @@ def same_as_one_rank(
         assert (error <= group.size() * micro_batches * 2**-8 * magnitude).all(), (name, error.max())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_same_as_one_rank(ranks: RankPool, num_ranks: int) -> None:
-    ranks.run(on_default_group, same_as_one_rank, num_ranks=num_ranks)
-
-
-def _keeps_gathered(group: Group) -> None:
-    same_as_one_rank(group, reshard_after_forward=False)
-
-
-def _accumulates(group: Group) -> None:
-    same_as_one_rank(group, micro_batches=3)
-
-
-def _recomputes(group: Group) -> None:
-    same_as_one_rank(group, recomputes=True)
-
-
-def _replicates(group: Group) -> None:
-    same_as_one_rank(group, mesh_shape=(2, group.size() // 2))
-
-
 @pytest.mark.parametrize(
-    "case, num_ranks",
-    [(_keeps_gathered, 2), (_accumulates, 2), (_recomputes, 2), (_replicates, 4)],
-    ids=["not resharded", "three micro-batches", "activation checkpoints", "HSDP"],
+    ("options", "num_ranks"),
+    [
+        ({}, 2),
+        ({}, 3),
+        ({}, 4),
+        ({"reshard_after_forward": False}, 2),
+        ({"micro_batches": 3}, 2),
+        ({"recomputes": True}, 2),
+        ({"mesh_shape": (2, 2)}, 4),
+    ],
+    ids=str,
 )
-def test_forms_of_fsdp(ranks: RankPool, case: Any, num_ranks: int) -> None:
-    ranks.run(on_default_group, case, num_ranks=num_ranks)
+def test_same_as_one_rank(ranks: RankPool, options: dict[str, Any], num_ranks: int) -> None:
+    ranks.run(on_default_group, same_as_one_rank, options, num_ranks=num_ranks)
 
 
 class CountingAllGather:

@@ -106,21 +106,15 @@ def _whole(group: Group, level: str, plan: Any) -> dict[str, Tensor]:
     return masters(model)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(("level", "ends_inside"), [("O1", False), ("O2", False), ("O3", False), ("O3", True)], ids=str)
 @pytest.mark.parametrize("way", ["ours", "ddp"])
-def test_ranks_that_add_locally_are_one_rank_with_the_whole_batch(ranks: RankPool, way: str, level: str) -> None:
-    """Bit for bit, with unequal numbers of micro-batches; nothing leaves inside of no_sync."""
+def test_ranks_that_add_locally_are_one_rank_with_the_whole_batch(
+    ranks: RankPool, way: str, level: str, ends_inside: bool
+) -> None:
+    """Bit for bit, with unequal numbers of micro-batches; nothing leaves inside of no_sync. A step sends what no
+    backward has sent."""
     (expected,) = ranks.run(on_default_group, _whole, level, PLAN, num_ranks=1)
-    for weights, begun in ranks.run(on_default_group, _in_parts, level, way, PLAN, False, num_ranks=2):
-        assert begun == [0] * len(PLAN)
-        assert_equal(weights, expected)
-
-
-@pytest.mark.parametrize("way", ["ours", "ddp"])
-def test_a_step_sends_what_no_backward_has_sent(ranks: RankPool, way: str) -> None:
-    """Every backward is inside of no_sync."""
-    (expected,) = ranks.run(on_default_group, _whole, "O3", PLAN, num_ranks=1)
-    for weights, begun in ranks.run(on_default_group, _in_parts, "O3", way, PLAN, True, num_ranks=2):
+    for weights, begun in ranks.run(on_default_group, _in_parts, level, way, PLAN, ends_inside, num_ranks=2):
         assert begun == [0] * len(PLAN)
         assert_equal(weights, expected)
 
