@@ -37,6 +37,7 @@ from ..sharding.storage import ModelStorage
 from ..sharding.whole_grads import WholeGradBuffer, multiply_
 from .gradients import ParamGrad, ReadableGradBuffer
 from .model_ranks import ModelRanks
+from .param_state import LocalParam
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Replication(ModelRanks):
     def __init__(self, group: Group, device: torch.device, exchange: Exchange | None = None) -> None:
         super().__init__(exchange)
         self.group: Group = group
-        self.sharing = Sharing(Replicas.of(group, device))
+        self._sharing = Sharing(Replicas.of(group, device))
         self.buffers: list[ReplicaGradBuffer] = []
         # What ranks agree on is sent beside the gradients, between hosts: it arrives whatever the devices wait for.
         ranks = torch.distributed.get_process_group_ranks(group)
@@ -116,6 +117,9 @@ class Replication(ModelRanks):
         #: On the CPU the exchange of a gradient blocks the host.
         self._announces = device.type == "cpu"
         self._has_announced = False
+
+    def sharing_of(self, one: LocalParam) -> Sharing:
+        return self._sharing
 
     def grad_buffer(self, space: ParamSpace, storage: ModelStorage, num_gradients: int) -> ReplicaGradBuffer:
         if self._staging.has_buffers:  # a param group that is added later may have larger buckets

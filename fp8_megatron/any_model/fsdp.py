@@ -32,7 +32,7 @@ from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_shards import agree_on_scale_, stored_part
 from ..sharding.gradient import Gradient
-from ..sharding.partition import ParamSpace, Slot, partition, storage_class
+from ..sharding.partition import ParamSpace, Slot, storage_class
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
 from .build import delayed_scales, transposed_weights
@@ -171,14 +171,9 @@ class FullyShard(ModelRanks):
             self._check_storage(one)
         return one
 
-    def spaces(self, params: Sequence[LocalParam]) -> list[ParamSpace]:
-        sharded = {one.rows: one for one in params if isinstance(one, ShardedParam)}
-        return partition(
-            [(one.name, one.rows) for one in params],  # type: ignore[misc]
-            lambda rows: Sharing(Replicas.of(None, rows.device), scaled_with=sharded[rows].group),
-            region_of=lambda rows: sharded[rows].region,
-            keeps_dtype=True,
-        )
+    def sharing_of(self, one: LocalParam) -> Sharing:
+        assert isinstance(one, ShardedParam)
+        return Sharing(Replicas.of(None, one.rows.device), scaled_with=one.group)
 
     def grad_buffer(self, space: ParamSpace, storage: ModelStorage, num_gradients: int) -> DTensorGradBuffer:
         sharded = {one.rows: one.param for one in self._params}

@@ -15,7 +15,7 @@ from ..optimizer.space_optimizer import OptimizedSpace
 from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..sharding.data_parallel import Exchange
 from ..sharding.partition import ParamSpace, StorageClass, partition
-from ..sharding.replicas import Sharing
+from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
 from .gradients import ParamGrad, PlainGradBuffer, ReadableGradBuffer, WeightGradBuffer
 from .param_state import Entry, LocalParam
@@ -49,12 +49,10 @@ class ModelRanks:
 
     Attributes:
         group: the replicas that share gradients; None: there is one.
-        sharing: how they share a parameter.
         exchange: how they exchange gradients and weights.
     """
 
     group: Group | None = None
-    sharing: Sharing | None = None
 
     def __init__(self, exchange: Exchange | None = None) -> None:
         self.exchange = exchange or Exchange()
@@ -63,12 +61,17 @@ class ModelRanks:
         """What this rank has of a parameter."""
         return LocalParam(name, param, rule)
 
+    def sharing_of(self, one: LocalParam) -> Sharing:
+        """How ranks share a parameter."""
+        return Sharing(Replicas.of(None, one.rows.device))
+
     def spaces(self, params: Sequence[LocalParam]) -> list[ParamSpace]:
         """The spaces of some parameters."""
-        sharing = self.sharing
+        of_rows = {one.rows: one for one in params}
         return partition(
             [(one.name, one.rows) for one in params],  # type: ignore[misc]
-            None if sharing is None else lambda _: sharing,
+            lambda rows: self.sharing_of(of_rows[rows]),
+            region_of=lambda rows: of_rows[rows].region,
             bucket_numel=self.exchange.bucket_numel,
             keeps_dtype=True,
         )

@@ -21,6 +21,7 @@ from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import SpaceState, StateTensor
 from ..quantization.scaled_tensor import ScaledTensor
 from ..sharding.partition import Slot, alone
+from ..sharding.region import Region
 from .gradients import check_shape
 from .torch_optimizers import OptimizerError
 
@@ -42,6 +43,7 @@ class LocalParam:
         param: the user's parameter.
         rule: how it is updated.
         rows: what the optimizer updates.
+        region: where they lie in the parameter.
         is_transposed: it is [out, in], and [in, out] in the model that the user had (GPT-2's ``Conv1D``).
     """
 
@@ -50,6 +52,7 @@ class LocalParam:
     def __init__(self, name: str, param: torch.nn.Parameter, rule: UpdateRule) -> None:
         self.name, self.param, self.rule = name, param, rule
         self.rows: Tensor = param
+        self.region = Region(tuple(param.shape))
         self._shape = param.shape
         self._seen: tuple[int, ...] = ()
 

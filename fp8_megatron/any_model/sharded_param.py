@@ -30,7 +30,6 @@ class ShardedParam(LocalParam):
         rows: what the optimizer updates: the local tensor, or a copy of it where FSDP2 pads.
         is_copy: whether `rows` is a copy.
         group: the ranks that hold the other rows.
-        region: where the rows lie in the parameter.
     """
 
     param: DTensor  # type: ignore[assignment]
