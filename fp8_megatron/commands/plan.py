@@ -6,9 +6,9 @@
     fp8-megatron plan --largest 8 32 128 --output largest.png
     fp8-megatron plan --gpus 1 --gpu h200 --longest -- --config configs/llama_8b.yaml configs/fast.yaml
 
-The flags after -- describe the run, as for training. Plan varies tensor- and pipeline-parallel sizes, micro-batch size
-and recomputation. It keeps the global batch size and all other flags. Step times come from rates measured on
-H200; on H100, what waits for memory takes longer by the ratio of the memories' bandwidths.
+The flags after -- describe the run, as for training. Plan varies tensor-, pipeline- and expert-parallel sizes,
+micro-batch size and recomputation. It keeps the global batch size and all other flags. Step times come from rates
+measured on H200; on H100, what waits for memory takes longer by the ratio of the memories' bandwidths.
 --build varies nothing: it builds a rank of every kind of pipeline stage without a GPU and counts its memory. --longest
 varies the sequence length, recomputation and offloading.
 """
@@ -260,8 +260,9 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
 
     context = layouts[0].config.parallel.context_parallel_size  # all have the configuration's
     shares = "" if context == 1 else f", CP {context}"
+    has_experts = layouts[0].config.model.num_experts is not None
     headings = (
-        *("TP", "PP", "DP", "micro-\nbatch", "micro-\nbatches", "recompute", "graph"),
+        *("TP", "PP", "DP", *(["EP"] if has_experts else []), "micro-\nbatch", "micro-\nbatches", "recompute", "graph"),
         *("peak GB", "step ms", "tokens/s\n/GPU"),
     )
     rows = []
@@ -275,6 +276,7 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
             str(parallel.tensor_model_parallel_size),
             str(parallel.pipeline_model_parallel_size),
             str(config.data_parallel_size(cluster.gpus)),
+            *([str(parallel.expert_model_parallel_size)] if has_experts else []),
             str(training.micro_batch_size),
             str(config.num_micro_batches(cluster.gpus)),
             " ".join(training.recomputed_modules) or training.recompute_granularity or "none",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -82,9 +83,9 @@ class Layout:
 def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], bool]) -> list[Layout]:
     """The layouts that fit, the fastest first; behind them those without a predicted step, the smallest peak first.
 
-    The configuration's own layout is one. Tensor- and pipeline-parallel sizes, the micro-batch and recomputation (of
-    nothing, MLPs, or whole layers) vary. All else is the configuration's, the global batch and the context-parallel
-    size too.
+    The configuration's own layout is one. Tensor-, pipeline- and expert-parallel sizes, the micro-batch and
+    recomputation (of nothing, MLPs, or whole layers) vary. All else is the configuration's, the global batch and the
+    context-parallel size too.
 
     Args:
         records: whether a configuration's steps are recorded as a CUDA graph, if there is memory for it.
@@ -143,9 +144,17 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
         for pp in (size for size in range(1, cluster.gpus // tp + 1) if _divides_layers(config, size)):
             if cluster.gpus % (tp * cp * pp):
                 continue
+            sizes = _expert_parallel_sizes(config, cluster.gpus // (tp * pp))
             for micro_batch in _powers_of_two(batch * tp * cp * pp // cluster.gpus):
-                for recomputation in RECOMPUTATIONS:
-                    yield _laid_out(config, tp, pp, micro_batch, batch, recomputation)
+                for ep, recomputation in product(sizes, RECOMPUTATIONS):
+                    laid_out = _laid_out(config, tp, pp, micro_batch, batch, recomputation)
+                    yield replace(laid_out, parallel=replace(laid_out.parallel, expert_model_parallel_size=ep))
+
+
+def _expert_parallel_sizes(config: Config, num_ranks: int) -> list[int]:
+    """Numbers of ranks that can share the experts of a layer, of `num_ranks` ranks that have other tokens."""
+    experts = config.model.num_experts or 1
+    return [size for size in _powers_of_two(num_ranks) if num_ranks % size == experts % size == 0]
 
 
 def _with_stages(config: Config, size: int) -> ParallelConfig:
