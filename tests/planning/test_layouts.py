@@ -153,7 +153,7 @@ def test_a_gpu_too_small_for_any_model() -> None:
 
 
 def test_ranks_share_experts_where_all_of_them_do_not_fit() -> None:
-    """Qwen3-30B-A3B on eight H100."""
-    layouts = best_layouts(_config("--config configs/qwen3_30b_a3b.yaml"), Cluster(8, 8, 80e9, 50e9), _never)
+    """Mixtral-8x7B on eight H100."""
+    layouts = best_layouts(_config("--config configs/mixtral_8x7b.yaml"), Cluster(8, 8, 80e9, 50e9), _never)
     sizes = {(one.config.data_parallel_size(8), one.config.parallel.expert_model_parallel_size) for one in layouts}
     assert (8, 8) in sizes and (8, 1) not in sizes and (1, 1) in sizes
