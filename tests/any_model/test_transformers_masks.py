@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -22,26 +22,6 @@ masking_utils = pytest.importorskip("transformers.masking_utils")
 
 aten = torch.ops.aten
 ROWS, LENGTH, VOCAB = 2, 12, 32
-
-
-class Looks:
-    """Counts the looks, as far as the host would wait in them."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-        self._look = masking_utils.find_packed_sequence_indices
-
-    def __call__(self, position_ids: Tensor) -> Any:
-        self.waits += not masking_utils.is_tracing(position_ids)
-        return self._look(position_ids)
-
-
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
-    looks = Looks()
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", looks)
-    yield looks
-    assert masking_utils.find_packed_sequence_indices is looks
 
 
 def model_of() -> torch.nn.Module:
@@ -90,24 +70,17 @@ def both(batches: list[dict[str, Tensor]]) -> tuple[RecordedStep, list[float], l
     return step, losses(step, model, batches), losses(loss_of(plain), plain, batches)
 
 
-def test_positions_of_the_models_own(looks: Looks) -> None:
-    step, found, expected = both([batch(seed) for seed in range(6)])
-    assert step.num_recordings == 1 and found == expected
-    assert looks.waits == 1 + 6, "the first call's, and those of the loop that is not recorded"
-
-
-def test_packed_sequences_of_any_lengths(looks: Looks) -> None:
+def test_packed_sequences_of_any_lengths() -> None:
     """Masks follow from each batch. A loop that took a row for one sequence would have other losses."""
     batches = [batch(seed, *starts) for seed, starts in enumerate([(4,), (4, 7), (1,), (6,), (2, 3, 9), (11,)])]
     step, found, expected = both(batches)
     assert step.num_recordings == 1 and found == expected
     _, whole, _ = both([batch(seed) for seed in range(6)])
     assert all(a != b for a, b in zip(found, whole, strict=True))
-    assert looks.waits == 2 * (1 + 6)
 
 
 @pytest.mark.parametrize("recorded_before", [False, True])
-def test_packed_sequences_behind_others_are_an_error(looks: Looks, recorded_before: bool) -> None:
+def test_packed_sequences_behind_others_are_an_error(recorded_before: bool) -> None:
     model = model_of()
     step, _ = recorded(loss_of(model), model, warmup_steps=2)
     whole = batch(0) | {"position_ids": torch.arange(LENGTH).expand(ROWS, -1).contiguous()}
@@ -119,7 +92,7 @@ def test_packed_sequences_behind_others_are_an_error(looks: Looks, recorded_befo
         step(batch(1, 5))
 
 
-def test_packed_sequences_behind_others_may_go_on_unrecorded(looks: Looks, caplog: pytest.LogCaptureFixture) -> None:
+def test_packed_sequences_behind_others_may_go_on_unrecorded(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of()
     compute = loss_of(model)
     step, _ = recorded(compute, model, on_error="warn")
@@ -134,7 +107,7 @@ def test_packed_sequences_behind_others_may_go_on_unrecorded(looks: Looks, caplo
     assert step(batch(1, 5)).item() == compute(batch(1, 5)).item()
 
 
-def test_a_forward_that_asks_more_often_looks_itself(looks: Looks) -> None:
+def test_a_forward_that_asks_more_often_looks_itself() -> None:
     """Its wait for the GPU is then an error of the recording."""
     model = model_of()
     times = 1
@@ -149,9 +122,9 @@ def test_a_forward_that_asks_more_often_looks_itself(looks: Looks) -> None:
     step(batch(0)["input_ids"])
     model.zero_grad()
     times = 2
-    before = looks.waits
-    step(batch(1)["input_ids"])
-    assert looks.waits == before + 1
+    with Waits() as waits:
+        step(batch(1)["input_ids"])
+    assert waits.places
 
 
 def padded(seed: int, *lengths: int) -> dict[str, Tensor]:
@@ -191,26 +164,6 @@ def test_padding_of_each_batch(
     assert all(abs(a - b) > 1e-9 for a, b in zip(found[2:], others[2:], strict=True))
     warnings = [record for record in caplog.records if "masks nothing" in record.message]
     assert len(warnings) == (first == (LENGTH, LENGTH))
-
-
-@pytest.mark.parametrize("make", [model_of, bert_of])
-def test_no_call_but_the_first_looks_at_a_mask(
-    make: Callable[[], torch.nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits = 0
-    for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
-        look = getattr(masking_utils, name)
-
-        def counted(mask: Tensor | None, *others: Any, _look: Any = look, **named: Any) -> Any:
-            nonlocal waits
-            waits += mask is not None
-            return _look(mask, *others, **named)
-
-        monkeypatch.setattr(masking_utils, name, counted)
-    model = make()
-    step, _ = recorded(loss_of(model), model)
-    losses(step, model, [padded(seed, 5, 12) for seed in range(5)])
-    assert step.num_recordings == 1 and waits == 1
 
 
 def test_a_compiled_model_is_compiled_once() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8_megatron
 from fp8_megatron.nn import shared_cast
 from fp8_megatron.nn.module import FP8Linear
-from tests.any_model.test_calls import count_calls
+from tests.harness.counted_calls import count_calls
 
 WIDTH, ROWS, STEPS = 128, 128, 3  # blocks have 128 elements
 CASTS = ("quantize_current", "quantize_with_scale", "quantize_blocks")
