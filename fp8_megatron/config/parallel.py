@@ -96,6 +96,11 @@ class ParallelConfig:
         return self.tensor_model_parallel_size if size is None else size
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks that share the experts of a layer: expert-tensor × expert."""
+        return self.expert_tensor_size * self.expert_model_parallel_size
+
+    @property
     def exchanges_heads(self) -> bool:
         """Whether context-parallel ranks exchange their parts of a sequence for heads."""
         return self.context_parallel_size > 1 and self.cp_comm_type == "a2a"

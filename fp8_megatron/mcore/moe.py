@@ -178,14 +178,18 @@ class ExpertLinear(torch.nn.Module):
 
     Args:
         shape: [E, N, K].
+        axis: that ranks share which have parts of the same experts.
+        pieces: equal pieces of the axis, each of which is shared.
         recipe: formats and scaling of the operands; None: 16 bits.
-        parallelism: how ranks with other experts share the tokens.
+        parallelism: how ranks with other experts, or parts of them, share the tokens.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         shape: tuple[int, int, int],
+        axis: int,
+        pieces: int,
         recipe: Recipe | None,
         links: LinearLinks,
         parallelism: Local,
@@ -199,6 +203,8 @@ class ExpertLinear(torch.nn.Module):
             self.weight = torch.nn.Parameter(ScaledTensor(payload, torch.ones(shape[0], device=device)))
             self.quantizers: LinearQuantizers = recipe.expert_quantizers()
         self.weight.is_expert = True  # type: ignore[attr-defined]
+        self.weight.tensor_model_parallel = config.expert_tensor_parallel_size > 1  # type: ignore[attr-defined]
+        self.weight.partition_dim, self.weight.partition_stride = axis, pieces  # type: ignore[attr-defined]
 
     def linear_params(self) -> LinearParams:
         """The layer, for the function that computes it."""
@@ -213,7 +219,8 @@ class Experts(torch.nn.Module):
     """The experts of a layer: two projections and the activation between them (`nn.experts`).
 
     Args:
-        ranks: that share the experts of a layer, each with its own tokens.
+        groups: ``tp_ep``, the ranks that share the experts of a layer, each with its own tokens; and ``ep``, those of
+            them that have other experts.
         activation: of the MLPs.
         fc1, fc2: the links of the projections.
     """
@@ -221,20 +228,21 @@ class Experts(torch.nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        ranks: Group,
+        groups: ProcessGroupCollection,
         recipe: Recipe | None,
         activation: Activation,
         fc1: LinearLinks,
         fc2: LinearLinks,
     ) -> None:
         super().__init__()
-        width, hidden, count = config.moe_ffn_hidden_size, config.hidden_size, config.num_moe_experts // ranks.size()
-        self.ranks = ranks if ranks.size() > 1 else None
+        ranks, self.num_parts, hidden = groups.tp_ep, groups.ep.size(), config.hidden_size
+        self.ranks: Group | None = ranks if ranks.size() > 1 else None
         self.activation, self.top_k = activation, config.moe_router_topk
-        columns = 2 * width if config.gated_linear_unit else width
+        count, width = config.num_moe_experts // self.num_parts, config.moe_ffn_hidden_size // groups.expt_tp.size()
+        pieces = 2 if config.gated_linear_unit else 1
         gathers, scatters = (LOCAL, LOCAL) if self.ranks is None else (SequenceColumn(ranks), SequenceRow(ranks))
-        self.linear_fc1 = ExpertLinear(config, (count, columns, hidden), recipe, fc1, gathers)
-        self.linear_fc2 = ExpertLinear(config, (count, hidden, width), recipe, fc2, scatters)
+        self.linear_fc1 = ExpertLinear(config, (count, pieces * width, hidden), 1, pieces, recipe, fc1, gathers)
+        self.linear_fc2 = ExpertLinear(config, (count, hidden, width), 2, 1, recipe, fc2, scatters)
         if recipe is not None and config.hidden_dropout == 0.0:
             fc2.early_cast.expect(self.linear_fc2.quantizers.grad_output, transposed=False)
         #: Modules whose parameters the forward reads without calling them.
@@ -245,7 +253,7 @@ class Experts(torch.nn.Module):
         """[T, H] → [T, H]; probabilities FP32 [T, E], routing map bool [T, E]."""
         fc1, fc2, ranks = self.linear_fc1, self.linear_fc2, self.ranks
         if ranks is not None:
-            probs, routing_map = exchange_choices(probs, routing_map, ranks)
+            probs, routing_map = exchange_choices(probs, routing_map, ranks, self.num_parts)
         groups = grouped_by_expert(routing_map, self.top_k)
         if self.is_fp8:
             return fp8_experts(x, probs, groups, fc1.linear_params(), fc2.linear_params(), self.activation)
@@ -300,7 +308,7 @@ class MixtureOfExperts(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.router = Router(config, pg_collection)
-        self.experts = Experts(config, pg_collection.ep, recipe, activation, fc1, fc2)
+        self.experts = Experts(config, pg_collection, recipe, activation, fc1, fc2)
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpert(config, shared_expert, pg_collection)

@@ -203,7 +203,7 @@ def initialized(
             layout.virtual_size,
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size or 1,
+            expert_tensor_parallel_size=parallel.expert_tensor_size,
             create_gloo_process_groups=False,
             nccl_communicator_config_path=parallel.nccl_communicator_config_path if device.type == "cuda" else None,
             distributed_timeout_minutes=parallel.distributed_timeout_minutes,

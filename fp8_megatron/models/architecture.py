@@ -74,10 +74,15 @@ class Parameter:
         """The shape in a checkpoint of a model of so many layers."""
         return (len(self.layers_of(range(num_layers))), *self.shape) if self.stages is Stages.LAYERS else self.shape
 
-    def numel_of_rank(self, tensor_parallel_size: int, expert_parallel_size: int = 1) -> int:
-        """Elements that one rank holds, in one layer."""
-        shares = 1 if self.axis is None else tensor_parallel_size
-        return self.numel // (shares * (1 if self.experts is None else expert_parallel_size))
+    def numel_of_rank(self, tensor_parallel_size: int, expert_ranks: int = 1) -> int:
+        """Elements that one rank holds, in one layer.
+
+        Args:
+            expert_ranks: that share the experts.
+        """
+        if self.experts is not None:
+            return self.numel // expert_ranks
+        return self.numel // (1 if self.axis is None else tensor_parallel_size)
 
     def copies(self, layers: Sequence[int], *, is_first: bool, is_last: bool) -> int:
         """How many a stage holds.

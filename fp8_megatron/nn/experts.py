@@ -34,36 +34,42 @@ from .first_order import once_differentiable
 from .gemms import Computed, LinearParams, delivered_wgrad, transposed_weight, weight_operand
 
 
-def exchange_choices(probs: Tensor, routing_map: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """For the experts of this rank what every rank's router says: from [T, E] to [ranks · T, E / ranks].
+def exchange_choices(probs: Tensor, routing_map: Tensor, group: Group, num_parts: int) -> tuple[Tensor, Tensor]:
+    """For the experts of this rank what every rank's router says: from [T, E] to [ranks · T, E / parts].
 
     Args:
         probs: FP32, not negative.
         routing_map: bool.
+        group: the ranks. Those of one part follow each other.
+        num_parts: parts of the experts. Ranks of one part share each of its experts, and their gradients are summed.
     """
-    chosen: Tensor = _ExchangeColumns.apply(torch.where(routing_map, probs, -1.0), group)
+    chosen: Tensor = _ExchangeColumns.apply(torch.where(routing_map, probs, -1.0), group, num_parts)
     is_chosen = chosen >= 0.0
     return torch.where(is_chosen, chosen, 0.0), is_chosen
 
 
 class _ExchangeColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.shape = group, value.shape
-        num_tokens, num_experts = value.shape
-        parts = value.view(num_tokens, group.size(), num_experts // group.size()).transpose(0, 1).contiguous()
-        received = torch.empty_like(parts)
-        torch.distributed.all_to_all_single(received, parts, group=group)
-        return received.view(-1, parts.shape[2])
+    def forward(ctx: Any, value: Tensor, group: Group, num_parts: int) -> Tensor:
+        ctx.group, ctx.num_parts, ctx.shape = group, num_parts, value.shape
+        parts = value.view(len(value), num_parts, -1).transpose(0, 1)
+        parts = parts.repeat_interleave(group.size() // num_parts, dim=0)
+        return _all_to_all(parts, group).flatten(0, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        num_tokens, num_experts = ctx.shape
-        parts = grad.contiguous().view(ctx.group.size(), num_tokens, -1)
-        received = torch.empty_like(parts)
-        torch.distributed.all_to_all_single(received, parts, group=ctx.group)
-        return received.transpose(0, 1).reshape(num_tokens, num_experts), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        parts = _all_to_all(grad.view(ctx.group.size(), ctx.shape[0], -1), ctx.group)
+        summed = parts.unflatten(0, (ctx.num_parts, -1)).sum(dim=1)
+        return summed.transpose(0, 1).reshape(ctx.shape), None, None
+
+
+def _all_to_all(parts: Tensor, group: Group) -> Tensor:
+    """Part r of this rank goes to rank r."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    torch.distributed.all_to_all_single(received, parts, group=group)
+    return received
 
 
 def grouped_by_expert(routing_map: Tensor, top_k: int) -> Groups:

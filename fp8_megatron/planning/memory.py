@@ -91,7 +91,8 @@ def replicas_by_part(config: Config, world_size: int) -> dict[ModelPart, int]:
     others = config.num_replicas(world_size)
     if config.model.num_experts is None:
         return {"others": others}
-    return {"experts": others // config.parallel.expert_model_parallel_size, "others": others}
+    parallel = config.parallel
+    return {"experts": others * parallel.tensor_model_parallel_size // parallel.expert_ranks, "others": others}
 
 
 def parameters_by_class(
@@ -112,7 +113,7 @@ def parameters_by_class(
     ends = {"is_first": True, "is_last": True}
     if stage is not None:
         parallel, layers = config.parallel, config.layers_of_stage(stage)
-        tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        tp, ep = parallel.tensor_model_parallel_size, parallel.expert_ranks
         ends = {"is_first": stage == 0, "is_last": stage == config.parallel.pipeline_model_parallel_size - 1}
     counts = {StorageClass.LINEAR: 0, StorageClass.MATRIX: 0, StorageClass.VECTOR: 0}
     for row in architecture_of(model).parameters(model, padded_vocab_size):
@@ -128,7 +129,7 @@ def parameters_by_class(
 def largest_linear(config: Config, part: ModelPart) -> int:
     """Elements of the largest linear weight that a rank holds."""
     parallel = config.parallel
-    sizes = (parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
+    sizes = (parallel.tensor_model_parallel_size, parallel.expert_ranks)
     rows = [row for row in architecture_of(config.model).parameters(config.model, 0) if row.is_linear]
     return max((row.numel_of_rank(*sizes) for row in rows if bool(row.experts) == (part == "experts")), default=0)
 

@@ -67,12 +67,14 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             f"num_experts({experts}) % expert_model_parallel_size({ep}) = {experts % ep}; choose an "
             f"expert_model_parallel_size that divides the experts"
         )
-    # Each of these goes where it is built.
-    if tp > 1:
-        yield f"num_experts with tensor_model_parallel_size({tp}): experts need whole layers so far; choose 1"
-    if parallel.expert_tensor_parallel_size not in (None, 1):
-        size = parallel.expert_tensor_parallel_size
-        yield f"expert_tensor_parallel_size({size}): an expert is on one rank; choose 1"
+    if tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"num_experts with tensor_model_parallel_size({tp}): each rank routes its part of the sequence; give "
+            f"--sequence-parallel"
+        )
+    shared = parallel.expert_tensor_size
+    if shared not in (1, tp):
+        yield f"expert_tensor_parallel_size({shared}): choose 1, or tensor_model_parallel_size({tp})"
 
 
 def _router_problems(config: Config) -> Iterator[str]:
@@ -166,15 +168,23 @@ def _memory_problems(config: Config) -> Iterator[str]:
 
 def _width_problems(config: Config) -> Iterator[str]:
     """Check that an expert's weights are whole for FP8 tensor cores and for the optimizer."""
-    model, multiple = config.model, config.precision.gemm_multiple
+    model, parallel, multiple = config.model, config.parallel, config.precision.gemm_multiple
     width, shared = model.expert_ffn_hidden_size, model.moe_shared_expert_intermediate_size
-    if config.precision.is_fp8:
-        for name, size in (("moe_ffn_hidden_size", width), ("moe_shared_expert_intermediate_size", shared or multiple)):
-            if size % multiple:
-                near = multiples_near(size, multiple)
-                yield f"FP8 GEMM: {name}({size}) is not a multiple of {multiple}; choose one ({near})"
-    if width * model.hidden_size % _CHUNK:
+    ranks = parallel.expert_tensor_size
+    sizes = [("moe_ffn_hidden_size", width, ranks)]
+    if shared is not None:
+        sizes.append(("moe_shared_expert_intermediate_size", shared, parallel.tensor_model_parallel_size))
+    for name, size, sharing in sizes:
+        needed = sharing * (multiple if config.precision.is_fp8 else 1)
+        if size % needed:
+            on_each = "" if sharing == 1 else f" on each of {sharing} ranks"
+            yield (
+                f"{name}({size}) is not a multiple of {needed // sharing}{on_each}; choose a multiple of {needed} "
+                f"({multiples_near(size, needed)})"
+            )
+    if width % ranks == 0 and width // ranks * model.hidden_size % _CHUNK:
+        numel = width // ranks * model.hidden_size
         yield (
-            f"hidden_size({model.hidden_size}) × moe_ffn_hidden_size({width}) = {width * model.hidden_size} is not a "
+            f"hidden_size({model.hidden_size}) × moe_ffn_hidden_size({width}) / {ranks} ranks = {numel} is not a "
             f"multiple of {_CHUNK}, which an expert's weights are stored in; choose other widths"
         )

@@ -1,0 +1,98 @@
+"""Every layout of experts trains as one rank does, under bf16 and under FP8.
+
+The bounds are those of `test_layouts`. Beside what they allow for, a token whose two best experts are nearly equal may
+go to the other one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
+from fp8_megatron.quantization.stats import snr_db
+from tests.harness.ranks import RankPool
+from tests.harness.tiny_gpt import LLAMA_STYLE, TinyRun, random_batches, tiny_optimizer
+from tests.parallel.layouts import run
+
+MODEL = replace(
+    LLAMA_STYLE,
+    num_experts=8,
+    moe_ffn_hidden_size=64,
+    moe_shared_expert_intermediate_size=64,
+    moe_shared_expert_gate=True,
+    moe_router_dtype="fp32",
+    moe_router_load_balancing_type=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    moe_aux_loss_coeff=("1e-2", "1e-2", "1e-2"),
+    moe_z_loss_coeff=1e-3,
+)
+SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_layer_freq": "[0,1]",
+}
+MODELS = {"softmax": MODEL, "sigmoid": replace(MODEL, **SIGMOID)}  # type: ignore[arg-type]
+_TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+LAYOUTS = {
+    "ep2": (2, ParallelConfig(expert_model_parallel_size=2)),
+    "ep2_dp2": (4, ParallelConfig(expert_model_parallel_size=2)),
+    "ep4": (4, ParallelConfig(expert_model_parallel_size=4)),
+    "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2)),
+    "cp2_ep2": (2, ParallelConfig(context_parallel_size=2, expert_model_parallel_size=2)),
+    "tp2": (2, _TP2),
+    "tp2_ep2": (4, replace(_TP2, expert_model_parallel_size=2)),
+    "tp2_whole_experts": (2, replace(_TP2, expert_tensor_parallel_size=1)),
+    "tp2_experts_of_ranks": (2, replace(_TP2, expert_tensor_parallel_size=1, expert_model_parallel_size=2)),
+}
+PRECISIONS = {
+    "bf16": PrecisionConfig(precision="bf16"),
+    "O2": PrecisionConfig(opt_level="O2"),
+    "O3": PrecisionConfig(fp8_recipe="tensorwise"),
+    "delayed": PrecisionConfig(fp8_recipe="delayed"),
+}
+BATCHES = random_batches(1, 4).expand(4, -1, -1, -1)
+
+
+def trained(ranks: RankPool, model: str, precision: str, layout: tuple[int, ParallelConfig]) -> TinyRun:
+    num_ranks, parallel = layout
+    run_: TinyRun = run(
+        ranks,
+        MODELS[model],
+        PRECISIONS[precision],
+        {1: "one", 2: "dp2", 4: "tp2_sp_pp2"}[num_ranks],
+        BATCHES,
+        parallel=parallel,
+        optimizer=tiny_optimizer(lr=5e-4),
+    )
+    return run_
+
+
+CASES = [("softmax", "bf16"), ("softmax", "O3"), ("sigmoid", "delayed"), ("sigmoid", "O2")]
+#: The others are slow.
+USUAL = {("softmax", "bf16", "ep2"), ("softmax", "O3", "ep2"), ("sigmoid", "delayed", "tp2_experts_of_ranks")}
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "layout"),
+    [
+        pytest.param(*case, layout, marks=() if (*case, layout) in USUAL else pytest.mark.slow)
+        for case in CASES
+        for layout in LAYOUTS
+    ],
+)
+def test_a_layout_trains_as_one_rank(ranks: RankPool, model: str, precision: str, layout: str) -> None:
+    single = trained(ranks, model, precision, (1, ParallelConfig()))
+    shared = trained(ranks, model, precision, LAYOUTS[layout])
+    is_16_bit = precision == "bf16"
+    first, later = (1e-3, 5e-3) if is_16_bit else (3e-3, 1.5e-2)
+    assert single.losses[-1] < single.losses[0] - 0.1
+    assert shared.losses[0] == pytest.approx(single.losses[0], abs=first)
+    assert shared.losses == pytest.approx(single.losses, abs=later)
+    assert shared.grad_norms == pytest.approx(single.grad_norms, rel=0.03 if is_16_bit else 0.25)
+    for name, weight in single.weights.items():
+        if weight.ndim > 1:
+            assert snr_db(shared.weights[name], weight.double()) > (17.0 if is_16_bit else 7.0), name
