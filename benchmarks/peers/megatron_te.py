@@ -218,13 +218,15 @@ def _expert_settings(work: Work) -> dict[str, Any]:
     if work.config.model.num_experts is None:
         return {}
     fuses = _has_te() and work.device.type == "cuda"
+    pads = FP8_RECIPES[work.recipe] is not None
     return {
         **expert_settings(work.config),
         "moe_grouped_gemm": fuses,
         "moe_token_dispatcher_type": "alltoall",
         "moe_permute_fusion": fuses,
-        "moe_router_fusion": fuses,
-        "moe_router_padding_for_quantization": FP8_RECIPES[work.recipe] is not None,
+        # The padding changes the map in place that the fused router keeps for its backward.
+        "moe_router_fusion": fuses and not pads,
+        "moe_router_padding_for_quantization": pads,
     }
 
 
