@@ -138,14 +138,18 @@ class MetricsLogger:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def log_step(self, metrics: StepMetrics) -> None:
-        """Log one step. Prints its line for the first, the last, every log_interval-th and every non-finite step."""
+    def log_step(self, metrics: StepMetrics, by_layer: Mapping[str, list[float]] | None = None) -> None:
+        """Log one step. Prints its line for the first, the last, every log_interval-th and every non-finite step.
+
+        Args:
+            by_layer: figures of layers with experts, in the order of ``layers``; None: they are not asked for.
+        """
         if not self._is_writer:
             return
         first = self._history.num_session_steps == 0
         self._history.add_step(metrics)
-        self._file.append(metrics.row())
-        self._send(metrics.scalars(), metrics.iteration)
+        self._file.append(metrics.row() | ({} if by_layer is None else {"experts": by_layer}))
+        self._send(metrics.scalars() | _scalars_of_layers(by_layer or {}), metrics.iteration)
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._total_iterations
         if due or first or not math.isfinite(metrics.loss):
             logger.info("%s", self._step_line(self._history.typical(metrics)))
@@ -246,6 +250,16 @@ class MetricsLogger:
             sink.log(scalars, iteration)
 
 
+def _scalars_of_layers(by_layer: Mapping[str, list[float]]) -> dict[str, float]:
+    """Tag → figure of a layer with experts."""
+    return {
+        f"moe/{name}/layer_{layer:.0f}": value
+        for name, values in by_layer.items()
+        for layer, value in zip(by_layer["layers"], values, strict=True)
+        if name != "layers"
+    }
+
+
 def step_line(
     metrics: StepMetrics,
     total_iterations: int,
@@ -270,6 +284,7 @@ def step_line(
         _clamped_text(metrics),
         None if metrics.grad_saturation_fraction is None else f"saturated {metrics.grad_saturation_fraction:.4%}",
         None if metrics.grad_underflow_fraction is None else f"underflow {metrics.grad_underflow_fraction:.2%}",
+        None if metrics.largest_expert_load is None else f"largest expert {metrics.largest_expert_load:.2f} × mean",
         None if metrics.loss_scale is None else f"loss scale {metrics.loss_scale:g}",
         f"skipped {metrics.skipped_steps}",
         None if eta_seconds is None else f"ETA {_duration(eta_seconds)}",

@@ -63,6 +63,18 @@ class StepFigures:
     """Fraction of gradient elements that the native FP8 sum clamped, largest of all tensors; None without that sum."""
     autoscale_mu: float | None = reported("fp8/autoscale_mu", default=None)
     """Smallest pre-scale μ of auto-scaling; None without auto-scaling."""
+    aux_loss: float | None = reported("moe/aux_loss", default=None)
+    """Loss that balances experts, over micro-batches, without its factor: the mean of all layers with experts. 1 is
+    balanced. None without it."""
+    seq_aux_loss: float | None = reported("moe/seq_aux_loss", default=None)
+    """The same over each sequence."""
+    global_aux_loss: float | None = reported("moe/global_aux_loss", default=None)
+    """The same over the global batch."""
+    z_loss: float | None = reported("moe/z_loss", default=None)
+    """Mean of the squared log-sum-exp of routers' logits; None without a z-loss."""
+    largest_expert_load: float | None = reported("moe/largest_expert_load", default=None)
+    """Tokens of the largest expert over the mean of its layer, in the layer where that is most; None without
+    experts."""
     loss_scale: float | None = reported("train/loss_scale", default=None)
     """Factor of the next loss; None without a loss scale."""
     peak_memory_gib: float = reported("memory/peak_gib")

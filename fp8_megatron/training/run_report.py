@@ -205,7 +205,8 @@ class RunReport:
                 global_batch_size=result.batch_size,
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.consumed_samples * model.seq_length,
-            )
+            ),
+            result.of_experts if self._config.logging.moe_per_layer_logging else None,
         )
 
     def health(self, sample: HealthSample) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..reporting.cast_statistics import HealthSample
 from ..reporting.step_figures import StepFigures
 from ..watch.replica_hash import PendingCheck
 from .cast_sampling import PendingSample
+from .expert_figures import ExpertFigures
 from .stopping import StopReason, request_of
 
 
@@ -28,6 +30,8 @@ class StepResult:
     """Samples of the step over all ranks."""
     cast_report: CastReport | None = None
     """What the casts of the step report, under delayed scaling."""
+    of_experts: Mapping[str, list[float]] | None = None
+    """What routers say, by layer (`ExpertFigures.by_layer`); None without experts."""
     check: PendingCheck | None = None
     """Hashes of what replicas hold, if this step compares them."""
     health: HealthSample | None = None
@@ -58,6 +62,7 @@ class PendingStep:
         *,
         num_chunks: int = 1,
         batch_size: int,
+        experts: ExpertFigures | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +70,7 @@ class PendingStep:
             num_chunks: model chunks of a rank.
             batch_size: samples of the step over all ranks.
             started: the mark before the step.
+            experts: figures of the model's experts.
             check, sample: of this step.
         """
         self._iteration = iteration
@@ -74,6 +80,7 @@ class PendingStep:
         self._sample = sample
         self._num_chunks = num_chunks
         self._batch_size = batch_size
+        self._experts = experts
         self._values = HostCopy(values)
         self.ended = self._values.ended
 
@@ -81,6 +88,10 @@ class PendingStep:
         """Wait for this step, but not for later ones, and read its results."""
         values = self._values.read()
         figures, rest = StepFigures.unpack(values[: StepFigures.num_packed()]), values[StepFigures.num_packed() :]
+        of_experts = None
+        if self._experts is not None:
+            packed, rest = rest[: self._experts.num_packed], rest[self._experts.num_packed :]
+            of_experts = self._experts.by_layer(packed)
         cast_report = CastReport.unpack(rest, self._num_chunks) if rest else None
         if cast_report is not None:
             figures = replace(figures, **cast_report.figures())
@@ -91,6 +102,7 @@ class PendingStep:
             step_seconds=self.ended.seconds_since(self._started),
             batch_size=self._batch_size,
             cast_report=cast_report,
+            of_experts=of_experts,
             check=self._check,
             health=None if self._sample is None else self._sample.result(),
         )

@@ -20,6 +20,7 @@ from .batches import Batch
 from .build import TrainingState, build_replica_check, build_training_state
 from .cast_sampling import CastSampler
 from .evaluation import evaluate_split
+from .expert_figures import ExpertFigures
 from .loss_spikes import LossSpike, resumed_after_spikes
 from .run_data import RunData, open_run_data
 from .run_report import RunReport, StepOutcomes, log_settings
@@ -216,6 +217,7 @@ class TrainingRun:
             None if sampler is None else sampler.collect(iteration),
             num_chunks=len(self.state.histories),
             batch_size=batch_size,
+            experts=ExpertFigures.of(self.config.model),
         )
         loop.mark = queued.ended
         return queued
