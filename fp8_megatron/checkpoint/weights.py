@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..models.keys import LAYERS, VOCABULARY_KEYS, standard_key
+from ..models.keys import LAYERS, VOCABULARY_KEYS, holds_experts, standard_key
 from .files import CheckpointError
 from .torch_dist import TorchDistReader
 
@@ -30,20 +30,61 @@ class WeightReader(Protocol):
         """Whole shapes by standard key, layers stacked."""
         ...
 
-    def read(self, key: str, layer: int | None) -> Tensor:
-        """One weight in FP32: of `layer` for a key of the decoder's layers, else the whole tensor (`layer` None)."""
+    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
+        """One weight in FP32: of a layer for a key of the decoder's layers, else the whole tensor (`layer` None).
+
+        Args:
+            layer: counted over the layers that have the key.
+            expert: one of the layer's; None: all of them.
+        """
         ...
 
 
-def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int | None]]:
-    """(key, layer) of every weight in the order of the forward pass: a layer's weights are consecutive."""
+class Place(NamedTuple):
+    """What `WeightReader.read` takes."""
+
+    key: str
+    layer: int | None = None
+    expert: int | None = None
+
+
+class ExpertsOfLayer:
+    """Reads one expert's weight after the other where files hold those of a layer together.
+
+    Args:
+        read: a weight of a layer, which is read once and kept until another's is read.
+    """
+
+    def __init__(self, read: Callable[[str, int | None], Tensor]) -> None:
+        self._read = read
+        self._last: tuple[str, int | None] | None = None
+        self._weight = torch.empty(0)
+
+    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
+        """As `WeightReader.read`."""
+        if expert is None:
+            return self._read(key, layer)
+        if self._last != (key, layer):
+            self._weight = torch.empty(0)  # frees the last before the next is read
+            self._last, self._weight = (key, layer), self._read(key, layer)
+        return self._weight[expert]
+
+
+def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Place]:
+    """Every weight in the order of the forward pass: a layer's weights are consecutive. Each expert's is one."""
     stacked = [key for key in shapes if key.startswith(LAYERS)]
     for key in shapes:
         if key not in stacked:
-            yield key, None
+            yield Place(key)
         elif key == stacked[0]:
             most = max(shapes[each][0] for each in stacked)
-            yield from ((each, layer) for layer in range(most) for each in stacked if layer < shapes[each][0])
+            yield from (
+                Place(each, layer, expert)
+                for layer in range(most)
+                for each in stacked
+                if layer < shapes[each][0]
+                for expert in (range(shapes[each][1]) if holds_experts(each) else (None,))
+            )
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -92,9 +133,9 @@ class Repadded:
             key: (num_rows, *shape[1:]) if key in VOCABULARY_KEYS else shape for key, shape in reader.shapes.items()
         }
 
-    def read(self, key: str, layer: int | None) -> Tensor:
+    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
         """As `WeightReader.read`."""
-        weight = self._reader.read(key, layer)
+        weight = self._reader.read(key, layer, expert)
         return with_vocab_rows(weight, self._vocab_size, self._num_rows) if key in VOCABULARY_KEYS else weight
 
 
@@ -117,6 +158,7 @@ class TorchDistWeights:
 
     def __init__(self, folder: Path, reader: TorchDistReader | None = None) -> None:
         self._reader = TorchDistReader(folder) if reader is None else reader
+        self._experts = ExpertsOfLayer(self._reader.read_layer)
         found = self._reader.shapes
         self.stored_keys: Mapping[str, str] = {
             standard_key(key): key for key in found if not key.startswith(_OPTIMIZER) and _EXTRA_STATE not in key
@@ -134,6 +176,6 @@ class TorchDistWeights:
                 f"megatron-core's metadata non_homogeneous_layers"
             )
 
-    def read(self, key: str, layer: int | None) -> Tensor:
+    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
         """As `weights.WeightReader.read`."""
-        return self._reader.read_layer(self.stored_keys[key], layer)
+        return self._experts.read(self.stored_keys[key], layer, expert)

@@ -1,12 +1,12 @@
-"""Convert a checkpoint between this project, Megatron (torch, torch_dist) and Hugging Face (GPT-2, Llama).
+"""Convert a checkpoint between this project, Megatron (torch, torch_dist) and Hugging Face.
 
 fp8-megatron convert --input gpt2/ --output runs/gpt2 --to ours --precision fp8
 fp8-megatron convert --input runs/a --output exported/ --to hf --dtype bf16
 fp8-megatron convert --input megatron/ --vocab-size 50257 --output exported/ --to hf --fp8 compressed-tensors
 
 The format of --input is detected. Weights are converted one at a time, so memory holds one weight and its converted
-form. At the end, logits on random tokens are compared, one layer at a time: source with target, and this project's
-model with transformers'.
+form; each expert has its own. At the end, logits on random tokens are compared, one layer at a time: source with
+target, and this project's model with transformers'.
 """
 
 from __future__ import annotations

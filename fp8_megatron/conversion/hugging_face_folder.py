@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.files import CheckpointError, read_file, write_text
-from ..checkpoint.weights import WeightReader, places
+from ..checkpoint.weights import WeightReader
 from ..config.schema import ModelConfig
 from ..models.hugging_face import Rule
-from ..models.keys import LAYERS, WORD_EMBEDDING
+from ..models.keys import LAYERS, WORD_EMBEDDING, holds_experts
 from ..models.registry import architecture_of, hugging_face_of_json, is_linear_weight, weight_shapes
+from ..sharding.region import Shape
 from . import hugging_face_fp8 as fp8
 from .hugging_face_fp8 import FP8Layout
 from .safetensors_files import SafetensorsFolder, SafetensorsWriter, TensorSpec
@@ -59,16 +62,30 @@ class HuggingFaceWeights:
         self._tensors = SafetensorsFolder(folder)
         self.shapes = weight_shapes(self.model, self.model.vocab_size)
         rules = names.rules(self.model, self.model.vocab_size, self.json)
-        self._rules = {rule.key: rule for rule in rules}
+        self._rules = {rule.key: self._stored_form(rule) for rule in rules}
         # The published GPT-2 has no wrapper prefix in its names.
         without = self._rules[WORD_EMBEDDING].names[0].removeprefix(self.family.prefix)
         self._left_out = self.family.prefix if without in self._tensors.file_of else ""
         self._check()
 
-    def read(self, key: str, layer: int | None) -> Tensor:
+    def _stored_form(self, rule: Rule) -> Rule:
+        """The one of a rule's two forms that the files have; `otherwise` is the other."""
+        other = rule.otherwise
+        if other is None or other.names_of(rule.layers(self.model)[0], 0)[0] not in self._tensors.file_of:
+            return rule
+        return replace(other, otherwise=replace(rule, otherwise=None))
+
+    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
         """As `weights.WeightReader.read`."""
         rule = self._rules[key]
-        return rule.join([self.read_theirs(name) for name in rule.names_of(layer)])
+        return self._read(rule, None if layer is None else rule.layers(self.model)[layer], expert)
+
+    def _read(self, rule: Rule, layer: int | None, expert: int | None = None) -> Tensor:
+        """A weight of the model's layer number `layer`, without an expert of all of them."""
+        if expert is None and holds_experts(rule.key):
+            return torch.stack([self._read(rule, layer, each) for each in rule.experts(self.model)])
+        own = expert if rule.has_all_experts else None
+        return rule.join([self._read_tensor(self._stored(name), own) for name in rule.names_of(layer, expert)])
 
     def check_values(self) -> None:
         """Read at once what a rule may refuse, so that nothing is refused halfway through.
@@ -78,12 +95,37 @@ class HuggingFaceWeights:
         """
         for rule in self._rules.values():
             for layer in rule.layers(self.model) if rule.refuses else ():
-                self.read(rule.key, layer)
+                self._read(rule, layer)
 
     def read_theirs(self, name: str) -> Tensor:
-        """Read a tensor by their name, dequantised, in FP32."""
-        name = self._stored(name)
-        tensor = self._tensors.read(name)
+        """Read a tensor by their name, dequantised, in FP32. Files may have it in another form."""
+        if self._stored(name) in self._tensors.file_of:
+            return self._read_tensor(self._stored(name))
+        if name not in self._other_names:
+            raise CheckpointError(f"{self._folder} has no tensor {name!r}")
+        form, layer, expert, index = self._other_names[name]
+
+        def part(expert: int | None) -> Tensor:
+            return form.split(self._read(self._rules[form.key], layer, expert))[index]
+
+        return torch.stack([part(each) for each in form.experts(self.model)]) if form.has_all_experts else part(expert)
+
+    @cached_property
+    def _other_names(self) -> dict[str, tuple[Rule, int | None, int | None, int]]:
+        """The names in the form that the files do not have: of each its rule, layer and expert, and which part of the
+        weight it is."""
+        forms = [rule.otherwise for rule in self._rules.values() if rule.otherwise is not None]
+        return {
+            name: (form, layer, expert, index)
+            for form in forms
+            for layer in form.layers(self.model)
+            for expert in ([None] if form.has_all_experts else form.experts(self.model))
+            for index, name in enumerate(form.names_of(layer, expert))
+        }
+
+    def _read_tensor(self, name: str, expert: int | None = None) -> Tensor:
+        """Read a tensor of the files, or one expert's part of it."""
+        tensor = self._tensors.read(name, expert)
         if tensor.dtype is not torch.float8_e4m3fn:
             return tensor.float()
         for layout in FP8Layout:
@@ -102,12 +144,14 @@ class HuggingFaceWeights:
 
     def _check(self) -> None:
         """Check that exactly the expected tensors exist, with the expected shapes."""
-        expected: dict[str, tuple[int, ...]] = {}
+        expected: dict[str, Shape] = {}
         for rule in self._rules.values():
-            shape = self.shapes[rule.key]
-            shapes = rule.split_shapes(shape[1:] if rule.key.startswith(LAYERS) else shape)
-            for layer in rule.layers(self.model):
-                names = map(self._stored, rule.names_of(layer))
+            shapes = rule.split_shapes(_shape_of_one(rule, self.shapes[rule.key]))
+            experts = rule.experts(self.model)
+            if rule.has_all_experts:
+                shapes, experts = tuple((len(experts), *shape) for shape in shapes), [None]
+            for layer, expert in product(rule.layers(self.model), experts):
+                names = map(self._stored, rule.names_of(layer, expert))
                 for name, own_shape in zip(names, shapes, strict=True):
                     if name not in self._tensors.file_of:  # a number of layers in the millions ends here
                         raise CheckpointError(f"{self._folder} has no tensor {name!r}, which {CONFIG_FILE} describes")
@@ -177,9 +221,10 @@ class Export:
     layers_in_16_bits: tuple[int, ...] = ()
     max_shard_bytes: int = 5 * 10**9
 
-    def in_fp8(self, rule: Rule, layer: int | None) -> bool:
-        """Whether a rule's weight of a layer is stored in FP8."""
-        return self.fp8_layout is not None and is_linear_weight(rule.key) and layer not in self.layers_in_16_bits
+    def in_fp8(self, place: _Place) -> bool:
+        """Whether a weight is stored in FP8."""
+        is_linear = is_linear_weight(place.rule.key)
+        return self.fp8_layout is not None and is_linear and place.layer not in self.layers_in_16_bits
 
 
 def write_hugging_face(
@@ -206,50 +251,79 @@ def write_hugging_face(
     rules = names.rules(model, vocab_size)
     settings = names.json_from_model(model, vocab_size, str(export.dtype).removeprefix("torch."))
     settings |= {"bos_token_id": None, "eos_token_id": None, **(token_ids or {})}
+    # Biases that this model lacks are zero in theirs. Their shapes come from the model with all biases.
+    shapes = weight_shapes(replace(model, disable_bias_linear=False), reader.shapes[rules[0].key][0])
+    shapes = {rule.key: _shape_of_one(rule, shapes[rule.key]) for rule in rules}
     if export.fp8_layout is not None:
         if not names.family_of(model).has_linear_modules:
             raise CheckpointError(
                 f"--fp8 {export.fp8_layout.value} quantises Linear modules, and {settings['model_type']} has Conv1D "
                 f"instead, which no reader of that layout takes; export it in 16 bits"
             )
-        settings["quantization_config"] = fp8.quantization_config(export.fp8_layout, _unquantized(rules, model, export))
-    # Biases that this model lacks are zero in theirs. Their shapes come from the model with all biases.
-    shapes = weight_shapes(replace(model, disable_bias_linear=False), reader.shapes[rules[0].key][0])
-    specs = [spec for rule, layer in _places(rules, model) for spec in _specs(rule, layer, shapes[rule.key], export)]
+        unquantized = _unquantized(rules, shapes, model, export)
+        settings["quantization_config"] = fp8.quantization_config(export.fp8_layout, unquantized)
+    specs = [spec for place in _places(rules, model) for spec in _specs(place, shapes[place.rule.key], export)]
     with SafetensorsWriter(folder, specs, max_shard_bytes=export.max_shard_bytes) as writer:
-        for rule, layer in _places(rules, model):
-            if rule.key in reader.shapes:
-                weight = reader.read(rule.key, layer)
-            else:
-                weight = torch.zeros(shapes[rule.key][1:])
-            for name, tensor in _theirs(rule, layer, weight, export):
+        for place in _places(rules, model):
+            key = place.rule.key
+            weight = reader.read(key, place.row, place.expert) if key in reader.shapes else torch.zeros(shapes[key])
+            for name, tensor in _theirs(place, weight, export):
                 writer.write(name, tensor)
             on_weight()
     write_text(folder / CONFIG_FILE, json.dumps(settings, indent=2) + "\n")
 
 
-def _places(rules: Sequence[Rule], model: ModelConfig) -> Iterator[tuple[Rule, int | None]]:
-    """(rule, layer) in the order of the forward pass: the weights of one layer follow each other."""
-    by_key = {rule.key: rule for rule in rules}
-    return ((by_key[key], layer) for key, layer in places(dict.fromkeys(by_key, (model.num_layers,))))
+class _Place(NamedTuple):
+    """A weight of ours: its rule, the model's layer and its row in checkpoints, and the expert."""
+
+    rule: Rule
+    layer: int | None
+    row: int | None
+    expert: int | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of theirs."""
+        return self.rule.names_of(self.layer, self.expert)
 
 
-def _specs(rule: Rule, layer: int | None, shape: tuple[int, ...], export: Export) -> Iterator[TensorSpec]:
-    shapes = rule.split_shapes(shape if layer is None else shape[1:])
-    for name, part in zip(rule.names_of(layer), shapes, strict=True):
-        if export.in_fp8(rule, layer):
+def _shape_of_one(rule: Rule, shape: Shape) -> Shape:
+    """The shape of what a rule splits: in one layer, of one expert."""
+    return shape[2 if holds_experts(rule.key) else 1 :] if rule.key.startswith(LAYERS) else shape
+
+
+def _places(rules: Sequence[Rule], model: ModelConfig) -> Iterator[_Place]:
+    """Every weight in the order of the forward pass: the weights of one layer follow each other."""
+    stacked = [rule for rule in rules if rule.key.startswith(LAYERS)]
+    for rule in rules:
+        if rule not in stacked:
+            yield _Place(rule, None, None, None)
+        elif rule is stacked[0]:
+            yield from (place for layer in range(model.num_layers) for place in _places_of_layer(stacked, model, layer))
+
+
+def _places_of_layer(rules: Sequence[Rule], model: ModelConfig, layer: int) -> Iterator[_Place]:
+    for rule in rules:
+        layers = rule.layers(model)
+        if layer in layers:
+            yield from (_Place(rule, layer, layers.index(layer), expert) for expert in rule.experts(model))
+
+
+def _specs(place: _Place, shape: Shape, export: Export) -> Iterator[TensorSpec]:
+    for name, part in zip(place.names, place.rule.split_shapes(shape), strict=True):
+        if export.in_fp8(place):
             assert export.fp8_layout is not None
             yield from fp8.specs(export.fp8_layout, name, part)
         else:
             yield TensorSpec(name, export.dtype, part)
 
 
-def _theirs(rule: Rule, layer: int | None, weight: Tensor, export: Export) -> Iterator[tuple[str, Tensor]]:
+def _theirs(place: _Place, weight: Tensor, export: Export) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all tensors that one weight of ours becomes."""
-    names = rule.names_of(layer)
+    rule, names = place.rule, place.names
     if not torch.isfinite(weight).all():
         raise CheckpointError(f"{names[0]} would not be finite: the checkpoint's {rule.key} holds an inf or a NaN")
-    if not export.in_fp8(rule, layer):
+    if not export.in_fp8(place):
         for name, part in zip(names, rule.split(weight), strict=True):
             stored = part.to(export.dtype)
             if not torch.isfinite(stored).all():
@@ -270,17 +344,17 @@ def _theirs(rule: Rule, layer: int | None, weight: Tensor, export: Export) -> It
             yield name + suffix, scales
 
 
-def _unquantized(rules: Sequence[Rule], model: ModelConfig, export: Export) -> list[str]:
-    """Linear modules in 16 bits: the head, and those of layers that stay out of FP8."""
+def _unquantized(rules: Sequence[Rule], shapes: Mapping[str, Shape], model: ModelConfig, export: Export) -> list[str]:
+    """Linear modules in 16 bits: the head, what is a matrix in every layer, and layers that stay out of FP8."""
     names = [
         name.removesuffix(".weight")
-        for rule, layer in _places(rules, model)
-        if is_linear_weight(rule.key) and not export.in_fp8(rule, layer)
-        for name in rule.names_of(layer)
+        for place in _places(rules, model)
+        if place.layer is not None and len(shapes[place.rule.key]) == 2 and not export.in_fp8(place)
+        for name in place.names
     ]
     return ["lm_head", *names]
 
 
 def num_weights(model: ModelConfig, vocab_size: int) -> int:
     """Number of times that `write_hugging_face` calls `on_weight`."""
-    return sum(len(rule.layers(model)) for rule in architecture_of(model).hugging_face().rules(model, vocab_size))
+    return sum(1 for _ in _places(architecture_of(model).hugging_face().rules(model, vocab_size), model))

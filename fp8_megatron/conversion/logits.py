@@ -25,6 +25,7 @@ from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
 from ..mcore.transformer_config import rotary_table, transformer_config
 from ..models.keys import LAYERS, WORD_EMBEDDING, name_in_model
+from ..models.registry import layers_of_key
 from .hugging_face_folder import HuggingFaceWeights
 
 _CPU = torch.device("cpu")
@@ -44,28 +45,40 @@ def logits_of_weights(
     Args:
         on_layer: called after each layer, for a progress bar.
     """
+    rows = {key: layers_of_key(model, key) for key in reader.shapes if key.startswith(LAYERS)}
     with runtime(_CPU), initialized(ParallelConfig(), 1, _CPU):
-        single = _single_layer(model, reader.shapes[WORD_EMBEDDING][0])
+        num_rows, kinds = reader.shapes[WORD_EMBEDDING][0], _kinds_of_layers(model)
+        single = _single_layer(model, num_rows, kinds[0])
+        layers = {kind: _single_layer(model, num_rows, kind).decoder.layers[0] for kind in kinds[1:]}
+        layers[kinds[0]] = single.decoder.layers[0]
         params = dict(single.named_parameters())
-        outside = [key for key in reader.shapes if not key.startswith(LAYERS)]
-        inside = [key for key in reader.shapes if key.startswith(LAYERS)]
-        for key in outside:
+        for key in reader.shapes.keys() - rows.keys():
             params[name_in_model(key, None)].copy_(reader.read(key, None))
         captured: list[Tensor] = []
-        single.decoder.layers[0].register_forward_hook(lambda _, __, output: captured.append(output[0]))
+        for module in layers.values():
+            module.register_forward_hook(lambda _, __, output: captured.append(output[0]))
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits = torch.empty(0)
         for layer in range(model.num_layers):
-            for key in inside:
-                params[name_in_model(key, 0)].copy_(reader.read(key, layer))
+            single.decoder.layers[0] = layers[layer in model.expert_layers]
+            tensors = dict(single.named_parameters()) | dict(single.named_buffers())
+            for key, own in rows.items():
+                if layer in own:
+                    tensors[name_in_model(key, 0)].copy_(reader.read(key, own.index(layer)))
             hidden = captured.pop() if captured else None
             logits = single(tokens, positions, None, decoder_input=hidden)
             on_layer()
         return logits
 
 
-def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
-    config = Config(model=replace(model, num_layers=1))
+def _kinds_of_layers(model: ModelConfig) -> list[bool]:
+    """Whether a layer has experts, of each kind of layer that the model has."""
+    return sorted({layer in model.expert_layers for layer in range(model.num_layers)})
+
+
+def _single_layer(model: ModelConfig, num_rows: int, has_experts: bool) -> GPTModel:
+    num_experts = model.num_experts if has_experts else None
+    config = Config(model=replace(model, num_layers=1, num_experts=num_experts, moe_layer_freq="1"))
     fp32 = replace(
         transformer_config(replace(config, precision=replace(config.precision, precision="bf16")), _CPU),
         bf16=False,
@@ -80,7 +93,7 @@ def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
             [None],
             Attention("math", has_norms=model.qk_layernorm),
             model.activation,
-            have_experts=[model.num_experts is not None],
+            have_experts=[has_experts],
         ),
         vocab_size=num_rows,
         **gpt_arguments(model),
@@ -107,28 +120,36 @@ def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], Non
     weights = HuggingFaceWeights(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        num_layers = config.num_hidden_layers
         config.num_hidden_layers = 1
         config.quantization_config = None
         del config.quantization_config
-        single = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+        def single_layer(has_experts: bool) -> Any:
+            config.decoder_sparse_step, config.mlp_only_layers = 1, [] if has_experts else [0]
+            return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+        kinds, stack = _kinds_of_layers(weights.model), weights.family.layers
+        single = single_layer(kinds[0])
+        layers = {kind: single_layer(kind).get_submodule(stack + "0") for kind in kinds[1:]}
     except Exception as error:  # a setting that this project does not read can raise almost anything there
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"{folder}/config.json: transformers builds no model of it ({reason}); correct it, or give --no-verify"
         ) from error
-    stack = weights.family.layers
+    layers[kinds[0]] = single.get_submodule(stack + "0")
     params: dict[str, Tensor] = dict(single.named_parameters())
     for name, param in params.items():
         if not name.startswith(stack):
             param.copy_(weights.read_theirs(name))
     captured: list[Tensor] = []
-    single.get_submodule(stack + "0").register_forward_hook(lambda _, __, output: captured.append(_hidden(output)))
+    for module in layers.values():
+        module.register_forward_hook(lambda _, __, output: captured.append(_hidden(output)))
     logits = torch.empty(0)
-    for layer in range(num_layers):
-        for name, param in params.items():
-            if name.startswith(stack + "0."):
-                param.copy_(weights.read_theirs(name.replace(stack + "0.", f"{stack}{layer}.", 1)))
+    for layer in range(weights.model.num_layers):
+        own = layers[layer in weights.model.expert_layers]
+        single.get_submodule(stack.removesuffix("."))[0] = own
+        for name, param in own.named_parameters():
+            param.copy_(weights.read_theirs(f"{stack}{layer}.{name}"))
         if layer == 0:
             logits = single(input_ids=tokens, use_cache=False).logits
         else:

@@ -17,7 +17,7 @@ from ..checkpoint.megatron_layout import Name
 from ..checkpoint.megatron_loading import open_megatron_checkpoint
 from ..checkpoint.same_model import first_difference, settings_of_arguments, unsupported_argument
 from ..checkpoint.saved_settings import model_of_arguments
-from ..checkpoint.weights import TorchDistWeights, WeightReader
+from ..checkpoint.weights import ExpertsOfLayer, TorchDistWeights, WeightReader
 from ..config.schema import Config
 
 #: Arguments that say which model it is. Without them --config has to.
@@ -28,12 +28,12 @@ class MegatronWeights:
     """Reads the weights of a checkpoint of Megatron-LM under standard keys, in FP32."""
 
     def __init__(self, checkpoint: MegatronCheckpoint) -> None:
-        self._checkpoint = checkpoint
         self.shapes = checkpoint.shapes
+        self._experts = ExpertsOfLayer(lambda key, layer: checkpoint.read("weight", Name(key, layer)))
 
-    def read(self, key: str, layer: int | None) -> Tensor:
+    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
         """As `weights.WeightReader.read`."""
-        return self._checkpoint.read("weight", Name(key, layer))
+        return self._experts.read(key, layer, expert)
 
 
 def open_weights(folder: Path) -> tuple[WeightReader, dict[str, Any]]:

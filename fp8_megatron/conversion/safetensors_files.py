@@ -102,15 +102,15 @@ class SafetensorsFolder:
             )
         return TensorSpec(name, dtype, tuple(part.get_shape()))
 
-    def read(self, name: str) -> Tensor:
-        """A tensor as it is stored.
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """A tensor as it is stored, or the part of it at an index of its first axis.
 
         Raises:
             CheckpointError: there is no tensor of that name, or its file is damaged.
         """
         file = self._file(name)
         try:
-            return file.get_tensor(name)
+            return file.get_tensor(name) if index is None else file.get_slice(name)[index]
         except Exception as error:  # SafetensorError, and torch's own for a dtype that it lacks
             raise CheckpointError(
                 f"{self._folder / self.file_of[name]}: {name!r} cannot be read ({error}); fetch the file again"

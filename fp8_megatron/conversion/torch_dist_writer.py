@@ -51,16 +51,15 @@ def _extra_state_key(key: str, layer: int, num_layers: int) -> str:
 
 
 def _chunks(reader: WeightReader, on_weight: Callable[[], None]) -> Iterator[Chunk | str]:
-    for key, layer in places(reader.shapes):
+    for place in places(reader.shapes):
+        key, layer, expert = place
         shape = reader.shapes[key]
-        value = reader.read(key, layer).float().contiguous()
+        value = reader.read(*place).float().contiguous()
         if not torch.isfinite(value).all():
             where = key if layer is None else f"{key}, layer {layer},"
             raise CheckpointError(f"{where} holds an inf or a NaN")
-        if layer is None:
-            yield Chunk(key, shape, (0,) * len(shape), value)
-        else:
-            yield Chunk(key, shape, (layer, *(0 for _ in shape[1:])), value.unsqueeze(0))
-            if is_linear_weight(key):
-                yield _extra_state_key(key, layer, shape[0])
+        index = [each for each in (layer, expert) if each is not None]
+        yield Chunk(key, shape, (*index, *(0 for _ in value.shape)), value[(None,) * len(index)])
+        if is_linear_weight(key) and layer is not None and not expert:
+            yield _extra_state_key(key, layer, shape[0])
         on_weight()

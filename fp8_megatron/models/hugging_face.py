@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
+from ..errors import CheckpointError
 from .hugging_face_values import Json
-from .keys import LAYERS
+from .keys import LAYERS, holds_experts
+from .registry import layers_of_key
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,16 @@ class Family:
 
 @dataclass(frozen=True)
 class Rule:
-    """One weight of ours, and the tensors of theirs that it is made of.
+    """One weight of ours, and the tensors of theirs that it is made of. Of experts it is the weight of one.
 
     Attributes:
         key: standard key (`models.keys`).
-        names: their names; ``{}`` stands for the layer.
+        names: their names; the first ``{}`` stands for the layer, the second for the expert.
         join: their tensors → ours. Values do not change; any dtype is kept.
         split: ours → theirs, in the order of `names`; views if possible.
         refuses: `join` may refuse values, with a `CheckpointError`.
+        has_all_experts: each of their tensors holds all experts of a layer, along its first axis.
+        otherwise: the form in which other versions of transformers have it.
     """
 
     key: str
@@ -48,18 +52,39 @@ class Rule:
     join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
     split: Callable[[Tensor], tuple[Tensor, ...]] = lambda tensor: (tensor,)
     refuses: bool = field(default=False, kw_only=True)
+    has_all_experts: bool = field(default=False, kw_only=True)
+    otherwise: Rule | None = field(default=None, kw_only=True)
 
-    def names_of(self, layer: int | None) -> tuple[str, ...]:
-        """Names of theirs in one layer."""
-        return tuple(name.format(layer) for name in self.names)
+    def names_of(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+        """Names of theirs in one layer, of one expert."""
+        return tuple(name.format(layer, expert) for name in self.names)
 
     def split_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The shapes of their tensors, from the shape of ours. Needs no data."""
         return tuple(tuple(part.shape) for part in self.split(torch.empty(shape, device="meta")))
 
     def layers(self, model: ModelConfig) -> Sequence[int | None]:
-        """The layers that the rule applies to: all layers, or [None] for a weight outside the layers."""
-        return range(model.num_layers) if self.key.startswith(LAYERS) else [None]
+        """The layers that have the weight, or [None] for a weight outside the layers."""
+        return layers_of_key(model, self.key) if self.key.startswith(LAYERS) else [None]
+
+    def experts(self, model: ModelConfig) -> Sequence[int | None]:
+        """The experts of a layer, each of which has the weight, or [None]."""
+        return range(model.num_experts or 0) if holds_experts(self.key) else [None]
+
+
+def first_without(against: Mapping[Family, Sequence[str]]) -> Family:
+    """The first architecture that nothing stands against.
+
+    Raises:
+        CheckpointError: there is none. The message says what stands against each.
+    """
+    for family, reasons in against.items():
+        if not reasons:
+            return family
+    raise CheckpointError(
+        "no Hugging Face architecture computes what this model does. "
+        + "; ".join(f"Against {family.model_type}: {', '.join(reasons)}" for family, reasons in against.items())
+    )
 
 
 class HuggingFace(Protocol):

@@ -79,6 +79,12 @@ def wrong_types(settings: Json, checks: Sequence[tuple[str, Callable[[Any], str 
             yield f"{name}({shown(settings[name])}) is wrong: {expected}{' or null' if takes_null else ''}; correct it"
 
 
+def refuse(problems: Sequence[str]) -> None:
+    """Raise `CheckpointError` with a line for each problem, if there is one."""
+    if problems:
+        raise CheckpointError("\n".join(f"config.json: {problem}" for problem in problems))
+
+
 def without_aliases(settings: Json, aliases: Mapping[str, str]) -> Json:
     """The settings, each under its own name.
 

@@ -12,6 +12,7 @@ import re
 LAYERS = "decoder.layers."
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+EXPERTS = LAYERS + "mlp.experts."
 ATTENTION_NORM = LAYERS + "self_attention.linear_qkv.layer_norm_"
 MLP_NORM = LAYERS + "mlp.linear_fc1.layer_norm_"
 
@@ -24,6 +25,11 @@ NORM_KEYS = {
 }
 
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
+
+
+def holds_experts(key: str) -> bool:
+    """Whether the key's tensor in one layer has an axis of experts, its first."""
+    return key.startswith(EXPERTS)
 
 
 def standard_key(name: str) -> str:

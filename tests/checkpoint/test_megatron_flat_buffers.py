@@ -43,7 +43,7 @@ def state_of(model: ModelConfig) -> State:
     shapes = weight_shapes(model, 256)
     return {
         (kind, key, layer): torch.randn(shapes[key][0 if layer is None else 1 :], generator=generator)
-        for key, layer in places(shapes)
+        for key, layer, _ in places(shapes)
         for kind in KINDS
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ from fp8_megatron.models.decoder.hugging_face_config import family_of, json_from
 from fp8_megatron.models.decoder.hugging_face_rules import MISTRAL, Heads
 from fp8_megatron.models.decoder.table import FC1
 from fp8_megatron.models.keys import OUTPUT_LAYER, WORD_EMBEDDING
-from fp8_megatron.models.registry import hugging_face_of_json, weight_shapes
+from fp8_megatron.models.registry import architecture_of, hugging_face_of_json, weight_shapes
+from tests.harness.counted_weights import CountedWeights
 from tests.harness.hugging_face_models import MODELS, READ_MODELS, VOCAB_SIZE, load_logits, make_model, save_model
 
 TOKENS = random_tokens(VOCAB_SIZE, batch_size=2, length=32, seed=1)
@@ -83,23 +83,11 @@ def test_a_width_that_transformers_llama_does_not_take(tmp_path: Path, name: str
         with pytest.raises(CheckpointError, match=r"llama: hidden_size\(90\) no multiple of num_attention_heads\(4\);"):
             family_of(replace(model, disable_bias_linear=False))
         return
-    weights = _RandomWeights(weight_shapes(model, VOCAB_SIZE))
+    weights = CountedWeights(weight_shapes(model, VOCAB_SIZE))
     write_hugging_face(tmp_path, weights, model, VOCAB_SIZE, Export(torch.float32))
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == kind
     assert differ_by(logits_of_weights(weights, model, TOKENS), load_logits(tmp_path, TOKENS)) < FP32_TOLERANCE
     assert HuggingFaceWeights(tmp_path).model == replace(model, seq_length=64)
-
-
-class _RandomWeights:
-    """Weights of given shapes, each drawn from its place."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.shapes = shapes
-
-    def read(self, key: str, layer: int | None) -> Tensor:
-        generator = torch.Generator().manual_seed(sum(map(ord, f"{key}{layer}")))
-        shape = self.shapes[key] if layer is None else self.shapes[key][1:]
-        return torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 1.0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -124,9 +112,12 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_go_in_and_out_unchanged(tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = save_model(make_model("llama_gqa"), tmp_path / "in", dtype=dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama_gqa", torch.bfloat16), ("llama_gqa", torch.float16), ("qwen3_moe", torch.bfloat16)],
+)
+def test_sixteen_bits_go_in_and_out_unchanged(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    folder = save_model(make_model(name), tmp_path / "in", dtype=dtype)
     weights = HuggingFaceWeights(folder)
     write_hugging_face(tmp_path / "out", weights, weights.model, VOCAB_SIZE, Export(dtype))
     before, after = _tensors(folder), _tensors(tmp_path / "out")
@@ -156,12 +147,14 @@ def test_qkv_is_interleaved_by_query_group(groups: int, queries: int, dim: int, 
 def test_config_goes_both_ways(folders: dict[str, Path], name: str) -> None:
     settings = json.loads((folders[name] / "config.json").read_text())
     model = model_from_json(settings)
-    written = json_from_model(model, VOCAB_SIZE, "float32")
+    written = architecture_of(model).hugging_face().json_from_model(model, VOCAB_SIZE, "float32")
     assert model_from_json(written) == model
     for key in written.keys() & settings.keys() - {"torch_dtype", "rope_scaling"}:
         given = settings[key]
         if key == "n_inner" and given is None:
             given = 4 * settings["n_embd"]
+        if key == "head_dim" and given is None:
+            given = settings["hidden_size"] // settings["num_attention_heads"]
         assert written[key] == given, key
 
 
@@ -368,7 +361,7 @@ def test_biases_that_ours_lacks_are_zero_there(tmp_path: Path, tied: bool) -> No
     )
     llama = model_from_json({**MODELS["llama_gqa"][1], "model_type": "llama"})
     for model in (gpt2, replace(llama, add_qkv_bias=True)):
-        weights = RandomWeights(weight_shapes(model, 256))
+        weights = CountedWeights(weight_shapes(model, 256))
         folder = tmp_path / model.normalization
         write_hugging_face(folder, weights, model, VOCAB_SIZE, Export(torch.float32))
         expected = logits_of_weights(weights, model, TOKENS)
@@ -380,32 +373,12 @@ def test_biases_that_ours_lacks_are_zero_there(tmp_path: Path, tied: bool) -> No
         assert torch.equal(read, weights.read(*place)[: VOCAB_SIZE if place[1] is None else None]), place
 
 
-class RandomWeights:
-    """Random weights of given shapes that counts how many bytes of them are alive."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.shapes = shapes
-        self.bytes_alive = self.most_bytes_alive = 0
-
-    def read(self, key: str, layer: int | None) -> Tensor:
-        shape = self.shapes[key] if layer is None else self.shapes[key][1:]
-        seed = abs(hash((key, layer))) % 2**31
-        value = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        self.bytes_alive += value.nbytes
-        self.most_bytes_alive = max(self.most_bytes_alive, self.bytes_alive)
-        weakref.finalize(value.untyped_storage(), self._freed, value.nbytes)
-        return value
-
-    def _freed(self, nbytes: int) -> None:
-        self.bytes_alive -= nbytes
-
-
 @pytest.mark.parametrize("target", ["theirs", "ours"])
 def test_memory_is_bounded_by_the_largest_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     """24 layers pass; of weights that are as large as what may wait to be written, three at most are alive: one that
     waits, one that is read, and one that a thread has written and lets go of."""
     model = replace(model_from_json({**MODELS["llama_gqa"][1], "model_type": "llama"}), num_layers=24)
-    weights = RandomWeights(weight_shapes(model, 256))
+    weights = CountedWeights(weight_shapes(model, 256))
     largest = 4 * 2 * 160 * 96  # gate and up, FP32
     monkeypatch.setattr(torch_dist, "_UNWRITTEN_BYTES", largest)
     if target == "theirs":
@@ -523,7 +496,7 @@ def test_values_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path: 
     class Broken(HuggingFaceWeights):
         value = torch.nan
 
-        def read(self, key: str, layer: int | None) -> Tensor:
+        def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
             weight = super().read(key, layer)
             if (key, layer) == (FC1 + "weight", 1):
                 weight[3, 5] = self.value
@@ -549,7 +522,7 @@ class _Beside:
         self._weights = weights
         self.shapes = {**weights.shapes, "vision_model.weight": (3,)}
 
-    def read(self, key: str, layer: int | None) -> Tensor:
+    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
         return torch.ones(3) if key == "vision_model.weight" else self._weights.read(key, layer)
 
     def write(self, folder: Path) -> None:
@@ -606,12 +579,12 @@ def test_norms_are_found_under_their_modules_names(folders: dict[str, Path], tmp
         def __init__(self) -> None:
             self.shapes = {renamed(key): shape for key, shape in weights.shapes.items()}
 
-        def read(self, key: str, layer: int | None) -> Tensor:
+        def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
             return weights.read(dict(zip(self.shapes, weights.shapes, strict=True))[key], layer)
 
     write_torch_dist(tmp_path, Renamed(), common={})
     found = TorchDistWeights(tmp_path)
     assert found.shapes == weights.shapes
-    for key, layer in places(weights.shapes):
+    for key, layer, _ in places(weights.shapes):
         assert torch.equal(found.read(key, layer), weights.read(key, layer)), key
     assert WORD_EMBEDDING in found.shapes

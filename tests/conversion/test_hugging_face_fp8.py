@@ -54,7 +54,7 @@ def test_fp8_export_is_read_back(tmp_path: Path, layout: FP8Layout) -> None:
     write_hugging_face(tmp_path / "out", weights, weights.model, VOCAB_SIZE, export)
     stored = _tensors(tmp_path / "out")
     again = HuggingFaceWeights(tmp_path / "out")
-    for key, layer in places(weights.shapes):
+    for key, layer, _ in places(weights.shapes):
         before, after = weights.read(key, layer), again.read(key, layer)
         if is_linear_weight(key):
             # E4M3 of normal weights: 31.5 dB; BF16: 50 and more.

@@ -67,6 +67,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 1e6, "attention_bias": False},
     ),
 }
+_EXPERTS = {**_LLAMA, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+_QWEN_MOE = {**_EXPERTS, "num_experts": 6, "moe_intermediate_size": 128}
+#: As `MODELS`, with experts.
+MODELS |= {
+    "qwen3_moe": ("Qwen3Moe", {**_QWEN_MOE, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": ("Qwen3Moe", {**_QWEN_MOE, "mlp_only_layers": [0], "router_aux_loss_coef": 0.01}),
+    "mixtral": ("Mixtral", {**_EXPERTS, "intermediate_size": 128, "num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", {**_QWEN_MOE, "shared_expert_intermediate_size": 48, "norm_topk_prob": True}),
+}
 #: Read alone: written as a Llama, which computes the same.
 READ_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": None}),

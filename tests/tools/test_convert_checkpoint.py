@@ -79,15 +79,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(make_model("llama_gqa"), tmp_path_factory.mktemp("llama") / "in", max_shard_size="60KB")
 
 
-@pytest.mark.parametrize("name", ["gpt2_tied", "llama_gqa"])
-def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("gpt2_tied", 2), ("llama_gqa", 2), ("qwen3_moe_mixed", 1)])
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, ranks: int) -> None:
     theirs = save_model(make_model(name), tmp_path / "theirs")
-    flags = ("--precision", "fp8", "--opt-level", "O2", "--tensor-model-parallel-size", "2", "--seq-length", "32")
-    assert convert(theirs, tmp_path / "ours", "ours", *flags) == 0
+    flags = ("--precision", "fp8", "--opt-level", "O2", "--seq-length", "32")
+    assert convert(theirs, tmp_path / "ours", "ours", *flags, "--tensor-model-parallel-size", str(ranks)) == 0
     assert capsys.readouterr().err.count("agree: ") == 2
     folder = tmp_path / "ours" / "iter_0000000"
     config, description = load_config(folder / "config.yaml"), json.loads((folder / "checkpoint.json").read_text())
-    assert (config.precision.level, config.parallel.tensor_model_parallel_size) == ("O2", 2)
+    assert (config.precision.level, config.parallel.tensor_model_parallel_size) == ("O2", ranks)
     assert (config.model.seq_length, config.model.vocab_size) == (32, VOCAB_SIZE)
     assert config.model.max_position_embeddings == json.loads((theirs / "config.json").read_text()).get(
         "n_positions", 64
@@ -302,7 +302,7 @@ def _logits_at_o3(config: Config, weights: TorchDistWeights, tokens: Tensor) -> 
         vocab_size = weights.shapes["embedding.word_embeddings.weight"][0]
         (chunk,) = build_model(config, vocab_size, topology, CPU, lambda: build_recipe(config.precision))
         params = named_parameters_of_model(chunk.module)
-        for key, layer in places(weights.shapes):
+        for key, layer, _ in places(weights.shapes):
             params[name_in_model(key, layer)].copy_(weights.read(key, layer))
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         return chunk.module.eval()(tokens, positions, None).float()
@@ -383,7 +383,7 @@ def test_native_state_leaves_in_fp32(ranks: RankPool, tmp_path: Path) -> None:
     plain = tiny_config(replace(LLAMA_STYLE, vocab_size=256), precision=PrecisionConfig(precision="bf16"))
     (loaded,) = ranks.run(_load_with_megatron, plain, after.folder, num_ranks=1)
     weights = open_source(tmp_path / "run").weights
-    for key, layer in places(weights.shapes):
+    for key, layer, _ in places(weights.shapes):
         assert torch.equal(loaded[name_in_model(key, layer)], weights.read(key, layer)), key
     runs = [ranks.run(run_tiny_on_a_rank, config, 1, tmp_path / name, None, num_ranks=1)[0] for name in ("run", "out")]
     assert runs[0].losses == runs[1].losses
@@ -410,7 +410,7 @@ def test_megatron_core_reads_what_came_from_hugging_face(ranks: RankPool, tmp_pa
     config = tiny_config(weights.model, precision=PrecisionConfig(precision="bf16"))
     folder = tmp_path / "mcore" / "iter_0000000"
     (loaded,) = ranks.run(_load_with_megatron, config, folder, num_ranks=1)
-    for key, layer in places(weights.shapes):
+    for key, layer, _ in places(weights.shapes):
         assert torch.equal(loaded[name_in_model(key, layer)], weights.read(key, layer)), key
 
 
@@ -429,7 +429,7 @@ def test_megatron_cores_own_checkpoints(tmp_path: Path, model: ModelConfig) -> N
     assert convert(tmp_path / "mcore", tmp_path / "ours", "ours", *flags) == 0
     ours = open_source(tmp_path / "ours")
     assert ours.vocab_size == 200
-    for key, layer in places(ours.weights.shapes):
+    for key, layer, _ in places(ours.weights.shapes):
         value, expected = ours.weights.read(key, layer), saved[name_in_model(key, layer)]
         rows = slice(200) if value.shape[0] == 256 and value.ndim == 2 and "linear" not in key else slice(None)
         assert torch.equal(value[rows], expected[rows].float()), key

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...config.model import ModelConfig
-from ...errors import CheckpointError
-from ..hugging_face import Family, Rule
+from ..hugging_face import Family, Rule, first_without
 from ..hugging_face_values import (
     MAX_ROWS,
     Json,
@@ -19,6 +18,7 @@ from ..hugging_face_values import (
     mapping,
     number,
     plain,
+    refuse,
     rope_contradictions,
     shown,
     truth,
@@ -166,10 +166,7 @@ def model_from_json(settings: Json) -> ModelConfig:
     """As `HuggingFace.model_from_json`."""
     family = families[settings["model_type"]]
     settings = without_aliases(settings, _GPT2_ALIASES if family is GPT2 else {})
-    checks = [(theirs, _CHECKS[ours], False) for theirs, ours, _ in _SAME[family]]
-    problems = list(wrong_types(settings, (*checks, *_OTHER_CHECKS[family]))) or list(_problems(family, settings))
-    if problems:
-        raise CheckpointError("\n".join(f"config.json: {problem}" for problem in problems))
+    refuse(json_problems(settings))
     values = {ours: settings.get(theirs, default) for theirs, ours, default in _SAME[family]}
     values["seq_length"] = values["max_position_embeddings"]
     values.setdefault("hidden_dropout", 0.0)  # a Llama has none
@@ -198,6 +195,13 @@ def model_from_json(settings: Json) -> ModelConfig:
         add_qkv_bias=attention_bias and not mlp_bias,
         untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", False),
     )
+
+
+def json_problems(settings: Json) -> list[str]:
+    """What keeps a ``config.json`` from describing a model of this project, a line for each."""
+    family = families[settings["model_type"]]
+    checks = [(theirs, _CHECKS[ours], False) for theirs, ours, _ in _SAME[family]]
+    return list(wrong_types(settings, (*checks, *_OTHER_CHECKS[family]))) or list(_problems(family, settings))
 
 
 def token_ids_of_json(settings: Json) -> dict[str, Any]:
@@ -284,14 +288,12 @@ _ARCHITECTURES = {
 
 def family_of(model: ModelConfig) -> Family:
     """As `HuggingFace.family_of`."""
-    against = {family: [text for wrong, text in _against(family, model) if wrong] for family in families.values()}
-    for family, reasons in against.items():
-        if not reasons:
-            return family
-    raise CheckpointError(
-        "no Hugging Face architecture computes what this model does. "
-        + "; ".join(f"Against {family.model_type}: {', '.join(reasons)}" for family, reasons in against.items())
-    )
+    return first_without({family: reasons_against(family, model) for family in families.values()})
+
+
+def reasons_against(family: Family, model: ModelConfig) -> list[str]:
+    """What of a model an architecture does not compute, beside experts."""
+    return [text for stands, text in _against(family, model) if stands]
 
 
 def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
@@ -334,7 +336,11 @@ def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
 
 def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str, Any]:
     """As `HuggingFace.json_from_model`."""
-    family = family_of(model)
+    return json_of_family(family_of(model), model, vocab_size, dtype)
+
+
+def json_of_family(family: Family, model: ModelConfig, vocab_size: int, dtype: str) -> dict[str, Any]:
+    """As `HuggingFace.json_from_model`, of an architecture that nothing stands against."""
     values: dict[str, Any] = {theirs: getattr(model, ours) for theirs, ours, _ in _SAME[family]}
     values["vocab_size"] = vocab_size
     positions = model.num_positions

@@ -84,7 +84,9 @@ def rules_of(family: Family, model: ModelConfig, vocab_size: int) -> list[Rule]:
     Args:
         vocab_size: rows without padding, which theirs keep. `join` gives a vocabulary without padding.
     """
-    return _gpt2_rules(model, vocab_size) if family is GPT2 else _llama_rules(family, model, vocab_size)
+    if family is GPT2:
+        return _gpt2_rules(model, vocab_size)
+    return llama_rules(family, model, vocab_size, gated_rules(model, FC1, FC2, "mlp"))
 
 
 def _vocabulary_rule(key: str, name: str, vocab_size: int) -> Rule:
@@ -135,15 +137,26 @@ def _gpt2_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
     return rules
 
 
-def _llama_rules(family: Family, model: ModelConfig, vocab_size: int) -> list[Rule]:
-    """Of Llama, Mistral, Qwen2 and Qwen3."""
-    heads, layer, has_bias = Heads.of(model), "model.layers.{}.", not model.disable_bias_linear
+def _linear_rules(model: ModelConfig, key_prefix: str, modules: Sequence[str], *functions: Callable) -> list[Rule]:
+    """Of a linear layer in the layers of Llama and its kin."""
+    return [
+        Rule(key_prefix + part, tuple(f"model.layers.{{}}.{module}.{part}" for module in modules), *functions)
+        for part in (("weight",) if model.disable_bias_linear else ("weight", "bias"))
+    ]
 
-    def linear(key_prefix: str, modules: Sequence[str], *functions: Callable) -> list[Rule]:
-        return [
-            Rule(key_prefix + part, tuple(f"{layer}{module}.{part}" for module in modules), *functions)
-            for part in (("weight", "bias") if has_bias else ("weight",))
-        ]
+
+def gated_rules(model: ModelConfig, fc1: str, fc2: str, module: str) -> list[Rule]:
+    """Of a gated MLP: their module in a layer, and the beginnings of our keys."""
+    gate_and_up = (f"{module}.gate_proj", f"{module}.up_proj")
+    return [
+        *_linear_rules(model, fc1, gate_and_up, join_gate_and_up, split_gate_and_up),
+        *_linear_rules(model, fc2, (f"{module}.down_proj",)),
+    ]
+
+
+def llama_rules(family: Family, model: ModelConfig, vocab_size: int, mlp: Sequence[Rule]) -> list[Rule]:
+    """Of Llama, Mistral, Qwen2 and Qwen3 with the rules `mlp` behind attention and its norm."""
+    heads, layer, has_bias = Heads.of(model), "model.layers.{}.", not model.disable_bias_linear
 
     def join_qkv_bias(parts: Sequence[Tensor]) -> Tensor:
         *qkv, projection = parts
@@ -174,13 +187,12 @@ def _llama_rules(family: Family, model: ModelConfig, vocab_size: int) -> list[Ru
     rules = [
         _vocabulary_rule(WORD_EMBEDDING, "model.embed_tokens.weight", vocab_size),
         *_norm_rules(ATTENTION_NORM, f"{layer}input_layernorm", ("weight",)),
-        *linear(QKV, projections, heads.join, heads.split),
+        *_linear_rules(model, QKV, projections, heads.join, heads.split),
         *qkv_bias,
         *head_norms,
-        *linear(PROJECTION, ("self_attn.o_proj",)),
+        *_linear_rules(model, PROJECTION, ("self_attn.o_proj",)),
         *_norm_rules(MLP_NORM, f"{layer}post_attention_layernorm", ("weight",)),
-        *linear(FC1, ("mlp.gate_proj", "mlp.up_proj"), join_gate_and_up, split_gate_and_up),
-        *linear(FC2, ("mlp.down_proj",)),
+        *mlp,
         *_norm_rules(FINAL_NORM, "model.norm", ("weight",)),
     ]
     if model.untie_embeddings_and_output_weights:

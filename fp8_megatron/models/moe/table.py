@@ -13,11 +13,11 @@ from types import MappingProxyType
 from ...config.model import ModelConfig
 from ..architecture import LayerShape, Parameter
 from ..decoder import table as decoder
-from ..keys import LAYERS
+from ..keys import EXPERTS, LAYERS
 
 ROUTER = LAYERS + "mlp.router."
-EXPERTS_FC1 = LAYERS + "mlp.experts.linear_fc1."
-EXPERTS_FC2 = LAYERS + "mlp.experts.linear_fc2."
+EXPERTS_FC1 = EXPERTS + "linear_fc1."
+EXPERTS_FC2 = EXPERTS + "linear_fc2."
 SHARED_FC1 = LAYERS + "mlp.shared_experts.linear_fc1."
 SHARED_FC2 = LAYERS + "mlp.shared_experts.linear_fc2."
 SHARED_GATE = LAYERS + "mlp.shared_experts.gate_weight"
