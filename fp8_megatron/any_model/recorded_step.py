@@ -83,8 +83,7 @@ class RecordedStep:
         self._modules = list(model.modules())
         self._grads = RecordedGrads(self._params)
         self._histories: list[AmaxHistory] = delayed_scales(model, self._device)
-        self._addresses = self._grads.addresses
-        self._num_known = self._count_known()
+        self._known = self._facts()
         self._kinds: dict[Hashable, _StepKind] = {}
         #: By the kind of batch, where recordings read it.
         self._batches: dict[Hashable, list[Tensor]] = {}
@@ -105,8 +104,7 @@ class RecordedStep:
             raise UserError("a tensor of the batch requires a gradient: detach it")
         if self._recorder is None:
             return self._run((args, kwargs), [tensor.to(self._device) for tensor in tensors])
-        self._follow_addresses()
-        self._follow_casts()
+        self._follow_facts()
         self._grads.settle()
         self._grads.prepare()
         states = self._grads.states
@@ -221,31 +219,25 @@ class RecordedStep:
             return False
         return self._grads.fits(states, kind.change) and all(history.is_settled for history in self._histories)
 
-    def _count_known(self) -> list[int]:
-        return [history.num_known for history in self._histories]
+    def _facts(self) -> tuple[list[int], list[int]]:
+        """What recordings depend on, on the host: addresses, and how many casts of each history have a scale."""
+        return self._grads.addresses, [history.num_known for history in self._histories]
 
-    def _follow_casts(self) -> None:
-        """Drop recordings of casts that have their first delayed scale now. They run unrecorded once at least."""
-        num_known = self._count_known()
-        if num_known == self._num_known:
+    def _follow_facts(self) -> None:
+        """Drop recordings of memory that is out of use (storage was widened, or a parameter's data exchanged), and of
+        casts that have their first delayed scale now. They run unrecorded once at least."""
+        before, self._known = self._known, self._facts()
+        if self._known == before:
             return
-        self._num_known = num_known
+        has_moved = self._known[0] != before[0]
         if self.num_recordings:
-            logger.info("more casts have delayed scales: steps are recorded anew")
+            what = "weights or gradients have moved" if has_moved else "more casts have delayed scales"
+            logger.info("%s: steps are recorded anew", what)
             self.release()
+        if has_moved:
+            self._kinds.clear()
         for kind in self._kinds.values():
             kind.num_unrecorded = min(kind.num_unrecorded, self._warmup_steps - 1)
-
-    def _follow_addresses(self) -> None:
-        """Drop recordings of memory that is out of use: storage was widened, or a parameter's data exchanged."""
-        addresses = self._grads.addresses
-        if addresses == self._addresses:
-            return
-        self._addresses = addresses
-        if self.num_recordings:
-            logger.info("weights or gradients have moved: steps are recorded anew")
-            self.release()
-        self._kinds.clear()
 
     def _record(self, kind: _StepKind, states: bytes, batch: Any, places: Sequence[Tensor]) -> None:
         """Record a kind. Gradients are as before: nothing has run."""
@@ -284,7 +276,7 @@ class RecordedStep:
         moved = sorted(name for name in {*buffers, *now} if _address(buffers.get(name)) != _address(now.get(name)))
         if moved:
             raise UserError(f"forward replaces the buffer {moved[0]}: write to it in place (copy_, add_)")
-        if self._grads.addresses != self._addresses:
+        if self._grads.addresses != self._known[0]:
             raise UserError("the step moved a parameter or the storage of gradients: do so between steps")
 
     def _warn_of_many(self) -> None:

@@ -98,9 +98,9 @@ class LBAdamWBase(Moments, FP8Optimizer):
         if replication is not None:
             replication.broadcast([*model.parameters(), *model.buffers()])
         names = names_of(groups)
-        FP8Optimizer.__init__(self, groups, defaults, names=names, values={}, storage=storage, replication=replication)
+        FP8Optimizer.__init__(self, groups, defaults, names=names, values={}, storage=storage, ranks=replication)
         if model is not None and world is not None:
-            allow_ddp(model, [space.grads for space in self._spaces], replication)
+            allow_ddp(model, [space.buffer for space in self._spaces], replication)
         if replication is not None and storage.formats.master_weight is not None:
             model.register_state_dict_pre_hook(MeetsForState(replication, lambda: self.is_consolidated))
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from fp8_megatron.any_model.fsdp import FSDPOptimizer
+from fp8_megatron import FP8Optimizer
+from fp8_megatron.any_model.fsdp import FullyShard
 from fp8_megatron.any_model.fsdp_reduce import reduce_in_fp8
 from fp8_megatron.sharding.storage import ModelStorage
 
@@ -14,7 +15,7 @@ from .adam import AdamArguments
 from .adamw_base import Moments, model_of, names_of
 
 
-class FSDPAdamW(Moments, FSDPOptimizer):
+class FSDPAdamW(Moments, FP8Optimizer):
     """AdamW over this rank's shards. Arguments are those of `Moments`.
 
     Raises:
@@ -27,7 +28,8 @@ class FSDPAdamW(Moments, FSDPOptimizer):
             raise ValueError(
                 f"{type(self).__name__} takes the parameters of a model after FP8FullyShardedDataParallel(model)"
             )
-        FSDPOptimizer.__init__(self, groups, defaults, names=names_of(groups), values={}, storage=storage)
+        names, ranks = names_of(groups), FullyShard(storage)
+        FP8Optimizer.__init__(self, groups, defaults, names=names, values={}, storage=storage, ranks=ranks)
         # FSDP2 looks at its parameters' memory again after a load.
         torch.nn.Module.load_state_dict(model, {}, strict=False)
         reduce_in_fp8(model)
