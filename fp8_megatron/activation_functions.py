@@ -28,16 +28,25 @@ class Activation(NamedTuple):
 
     Attributes:
         kind: its row in `KINDS`.
-        parameters: what the row's formulas take behind their input.
+        given: values of the row's parameters; empty: their defaults.
     """
 
     kind: str
-    parameters: Sequence[float] = ()
+    given: Sequence[float] = ()
 
     @property
     def row(self) -> ActivationKind:
         """Its row."""
         return KINDS[self.kind]
+
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """What the row's formulas take behind their input."""
+        return tuple(self.given or self.row.parameters.values())
+
+    def with_parameters(self, given: Mapping[str, float]) -> Activation:
+        """The same with these of its parameters by name."""
+        return Activation(self.kind, tuple({**self.row.parameters, **given}.values()))
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class ActivationKind:
         title: its name in text.
         value, derivative: of the function, element by element.
         is_gated: the MLP's input has two halves (gate, up), and the activation is value(gate) · up.
+        up_value, up_derivative: a function of up, for value(gate) · up_value(up).
+        parameters: names and defaults.
         torch_name, torch_arguments: `torch.nn.functional`'s function with a kernel for `value`, if there is one.
         core_fusion: for which layers megatron-core has a kernel that adds the bias and computes the function.
         te_name: of ``te.LayerNormMLP``.
@@ -59,6 +70,9 @@ class ActivationKind:
     value: Callable[..., Tensor]
     derivative: Callable[..., Tensor]
     is_gated: bool = False
+    up_value: Callable[..., Tensor] | None = None
+    up_derivative: Callable[..., Tensor] | None = None
+    parameters: Mapping[str, float] = field(default_factory=dict)
     torch_name: str | None = None
     torch_arguments: Mapping[str, Any] = field(default_factory=dict)
     core_fusion: Literal["none", "biased", "all"] = "none"
@@ -115,6 +129,22 @@ def _swish_derivative(x: Tensor, *, slope: float) -> Tensor:
     return sigmoid * (1.0 + slope * x * (1.0 - sigmoid))
 
 
+def _clamped_swish(x: Tensor, limit: float, alpha: float) -> Tensor:
+    return _swish(x.clamp(max=limit), slope=alpha)
+
+
+def _clamped_swish_derivative(x: Tensor, limit: float, alpha: float) -> Tensor:
+    return _swish_derivative(x.clamp(max=limit), slope=alpha).masked_fill(x > limit, 0.0)
+
+
+def _clamped_up(x: Tensor, limit: float, alpha: float) -> Tensor:
+    return x.clamp(-limit, limit) + 1.0
+
+
+def _clamped_up_derivative(x: Tensor, limit: float, alpha: float) -> Tensor:
+    return x.new_ones(x.shape).masked_fill(x.abs() > limit, 0.0)
+
+
 KINDS: Mapping[str, ActivationKind] = MappingProxyType(
     {
         # arXiv 1606.08415, as in GPT-2
@@ -146,6 +176,17 @@ KINDS: Mapping[str, ActivationKind] = MappingProxyType(
             partial(_swish_derivative, slope=_QUICK),
             is_gated=True,
             te_name="qgeglu",
+        ),
+        # as in gpt-oss
+        "clamped_swiglu": ActivationKind(
+            "clamped SwiGLU",
+            _clamped_swish,
+            _clamped_swish_derivative,
+            is_gated=True,
+            up_value=_clamped_up,
+            up_derivative=_clamped_up_derivative,
+            parameters={"limit": 7.0, "alpha": _QUICK},
+            te_name="clamped_swiglu",
         ),
     }
 )

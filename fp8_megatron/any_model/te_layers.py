@@ -24,7 +24,7 @@ from ..nn.module import FP8Linear, compute_dtype
 from ..nn.normed import NormParams
 from ..nn.normed_linear import fp8_norm_linear
 from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.unfused import function_of
+from ..quantization.unfused import activated, function_of
 from .module_swap import ChildNames
 
 _EXTRA_STATE = "_extra_state"
@@ -38,11 +38,8 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     return gated
 
 
-def _clamped_swiglu(x: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
-    """gate · σ(alpha · gate) · (up + 1), with the gate at most `limit` and up within ± `limit`."""
-    gate, up = x.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1.0)
+def _clamped_swiglu(x: Tensor, **parameters: float) -> Tensor:
+    return activated(x, Activation("clamped_swiglu").with_parameters(parameters))
 
 
 _GELU, _QUICK_GELU = function_of(Activation("gelu")), function_of(Activation("quick_geglu"))
@@ -263,7 +260,8 @@ class FP8LayerNormMLP(ChildNames):
 
     def _fused(self, x: Tensor) -> Tensor:
         fc1, fc2 = (LinearParams(fc.weight, fc.added_bias, fc.quantizers_now) for fc in (self.fc1, self.fc2))
-        norm, activation = self.norm.params(self.layer_norm_weight, self.layer_norm_bias), FUSED[self.activation]
+        norm = self.norm.params(self.layer_norm_weight, self.layer_norm_bias)
+        activation = FUSED[self.activation].with_parameters(self.activation_params)
 
         def mlp(rows: Tensor) -> Tensor:
             return fp8_norm_mlp(rows, norm, fc1, fc2, activation, recomputes=self.recomputes)[0]
@@ -272,8 +270,8 @@ class FP8LayerNormMLP(ChildNames):
 
     def _unfused(self, normed: Tensor) -> Tensor:
         z = FP8Linear.forward(self.fc1, normed)
-        activated = ACTIVATIONS[self.activation](z.float(), **self.activation_params).to(z.dtype)
-        return FP8Linear.forward(self.fc2, activated)
+        hidden = ACTIVATIONS[self.activation](z.float(), **self.activation_params).to(z.dtype)
+        return FP8Linear.forward(self.fc2, hidden)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """torch's, with Transformer Engine's names."""

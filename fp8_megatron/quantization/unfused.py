@@ -40,7 +40,7 @@ def function_of(activation: Activation) -> Callable[[Tensor], Tensor]:
     """What an activation computes of its input, or of the gate, in the input's dtype: torch's kernel if it has one."""
     row = activation.row
     if row.torch_name is None:
-        return partial(row.value, *activation.parameters) if activation.parameters else row.value
+        return (lambda x: row.value(x, *activation.parameters)) if activation.parameters else row.value
     function: Callable[..., Tensor] = getattr(torch.nn.functional, row.torch_name)
     return partial(function, **row.torch_arguments) if row.torch_arguments else function
 
@@ -55,11 +55,13 @@ def _backward(grad: Tensor, x: Tensor, activation: Activation) -> Tensor:
 
 
 def activated(z: Tensor, activation: Activation) -> Tensor:
-    """The activation [T, F] of `z` [T, F], or of [T, 2F] (gate, then up), in its dtype."""
+    """The activation [..., F] of `z` [..., F], or of [..., 2F] (gate, then up), in its dtype."""
     wide, function = z.float(), function_of(activation)
     if not activation.row.is_gated:
         return function(wide).to(z.dtype)
-    gate, up = wide.chunk(2, dim=1)
+    gate, up = wide.chunk(2, dim=-1)
+    if activation.row.up_value is not None:
+        up = activation.row.up_value(up, *activation.parameters)
     return (function(gate) * up).to(z.dtype)
 
 
@@ -69,5 +71,8 @@ def activation_backward(grad: Tensor, z: Tensor, activation: Activation) -> Tens
     if not activation.row.is_gated:
         return _backward(upstream, wide, activation).to(z.dtype)
     gate, up = wide.chunk(2, dim=1)
-    grad_gate = _backward(upstream * up, gate, activation)
-    return torch.cat([grad_gate, upstream * function_of(activation)(gate)], dim=1).to(z.dtype)
+    grad_up, row = upstream * function_of(activation)(gate), activation.row
+    if row.up_value is not None and row.up_derivative is not None:
+        grad_up = grad_up * row.up_derivative(up, *activation.parameters)
+        up = row.up_value(up, *activation.parameters)
+    return torch.cat([_backward(upstream * up, gate, activation), grad_up], dim=1).to(z.dtype)

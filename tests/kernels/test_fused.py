@@ -12,6 +12,7 @@ from fp8_megatron.kernels import ops, reference
 from fp8_megatron.kernels.activation import reference as activation
 from fp8_megatron.kernels.cross_entropy import reference as cross_entropy
 from fp8_megatron.kernels.norm import reference as norm
+from fp8_megatron.quantization import unfused
 from fp8_megatron.quantization.stats import snr_db
 
 #: FP32 arithmetic on sums of some hundred terms keeps more than this; BF16 and FP8 roundings far less.
@@ -68,7 +69,8 @@ def test_norm(rms: bool, has_bias: bool) -> None:
     assert torch.equal(turned.view(torch.uint8), given.view(torch.uint8).t())
 
 
-def double_activation(z: Tensor, kind: str) -> Tensor:
+def double_activation(z: Tensor, function: Activation) -> Tensor:
+    kind = function.kind
     if kind == "gelu":
         return torch.nn.functional.gelu(z, approximate="tanh")
     if kind == "gelu_erf":
@@ -76,19 +78,22 @@ def double_activation(z: Tensor, kind: str) -> Tensor:
     if kind == "squared_relu":
         return torch.relu(z).square()
     gate, up = z.chunk(2, dim=1)
+    if kind == "clamped_swiglu":
+        limit, alpha = function.parameters
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1.0)
     if kind == "quick_geglu":
         return gate * torch.sigmoid(1.702 * gate) * up
     assert kind == "swiglu"
     return torch.nn.functional.silu(gate) * up
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("function", [*map(Activation, KINDS), Activation("clamped_swiglu", (2.0, 1.0))], ids=str)
 @pytest.mark.parametrize("size", [0.01, 3.0, 300.0])
-def test_activation(kind: str, size: float) -> None:
-    function = Activation(kind)
+def test_activation(function: Activation, size: float) -> None:
     z, grad = normal(T, function.row.num_inputs * K, seed=1, size=size), normal(T, K, seed=2, size=1e-4)
     exact = z.double().requires_grad_()
-    expected = double_activation(exact, kind)
+    expected = double_activation(exact, function)
     expected.backward(grad.double())
     payload, scale = ops.activation_quantize(z, function, E4M3, scale=None)
     assert snr_db(reference.decode(payload, scale), expected.detach()) > E4M3_DB
@@ -106,6 +111,8 @@ def test_activation(kind: str, size: float) -> None:
     largest = exact.grad.abs().max().float().view(1)
     torch.testing.assert_close(ops.activation_backward_amax(grad, z, function), largest, rtol=1e-5, atol=0)
     torch.testing.assert_close(grad_scale * 57344.0, largest, rtol=1e-5, atol=0)
+    assert snr_db(unfused.activated(z.float(), function), expected.detach()) > FP32_DB
+    assert snr_db(unfused.activation_backward(grad.float(), z.float(), function), exact.grad) > FP32_DB
 
 
 def test_the_exact_gelu_keeps_its_tail() -> None:

@@ -98,7 +98,7 @@ def test_activation_of_experts(kind: str, routed: str) -> None:
     z = torch.where(has_token, normal(num_rows, width, seed=1, size=3.0), 0.0)
     grad = torch.where(has_token, normal(num_rows, WIDTH, seed=2, size=1e-4), 0.0)
     leaves = z.double().requires_grad_(), probs.double().requires_grad_()
-    exact = leaves[1][:, None] * double_activation(leaves[0], kind)
+    exact = leaves[1][:, None] * double_activation(leaves[0], function)
     exact.backward(grad.double())
     exact, (exact_z, exact_probs) = exact.detach(), (leaf.grad for leaf in leaves)
     z[end:], grad[end:], probs[end:] = torch.nan, torch.inf, torch.nan  # nobody reads them

@@ -11,7 +11,8 @@ import torch
 from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from torch import Tensor
 
-from fp8_megatron.activation_functions import KINDS, Activation
+from fp8_megatron.activation_functions import GELUS, KINDS, Activation
+from fp8_megatron.config import model as model_settings
 from fp8_megatron.config.io import parse_command_line
 from fp8_megatron.config.schema import Config, DataConfig, ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import GradReduceMode
@@ -72,7 +73,7 @@ def test_activations_are_those_of_bf16(ranks: RankPool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", [*GELUS, *model_settings.ACTIVATIONS])
 def test_a_bf16_layers_activation_is_the_kernels(kind: str, device: str) -> None:
     """FP32 of both; megatron-core multiplies the gated ones itself, and has a fused kernel for a GPU."""
     settings = {"gelu": {}, "gelu_erf": {"bias_gelu_fusion": False}}.get(kind, {kind: True})

@@ -25,6 +25,8 @@ def activated(z: Tensor, activation: Activation) -> Tensor:
     if not row.is_gated:
         return row.value(values, *activation.parameters)
     gate, up = values.chunk(2, dim=1)
+    if row.up_value is not None:
+        up = row.up_value(up, *activation.parameters)
     return row.value(gate, *activation.parameters) * up
 
 
@@ -34,8 +36,11 @@ def grad_of_input(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
     if not row.is_gated:
         return upstream * row.derivative(values, *activation.parameters)
     gate, up = values.chunk(2, dim=1)
-    grad_gate = upstream * (up * row.derivative(gate, *activation.parameters))
-    return torch.cat([grad_gate, upstream * row.value(gate, *activation.parameters)], dim=1)
+    grad_up = upstream * row.value(gate, *activation.parameters)
+    if row.up_value is not None and row.up_derivative is not None:
+        grad_up = grad_up * row.up_derivative(up, *activation.parameters)
+        up = row.up_value(up, *activation.parameters)
+    return torch.cat([upstream * (up * row.derivative(gate, *activation.parameters)), grad_up], dim=1)
 
 
 @operator(gpu=".triton", fake=lambda z: fp32(z, 1))

@@ -110,11 +110,21 @@ def _normal(x):
 
 
 @triton.jit
+def _clamped(gate, up, LIMIT: tl.constexpr):
+    """Gate at most `LIMIT`, and up within ± `LIMIT`, plus 1. A NaN stays one."""
+    clamped = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return tl.where(gate > LIMIT, LIMIT, gate), clamped + 1.0
+
+
+@triton.jit
 def _value(first, second, KIND: tl.constexpr):
     if KIND[0] == "swiglu":
         return first * _sigmoid(first) * second
     elif KIND[0] == "quick_geglu":
         return first * _sigmoid(_QUICK * first) * second
+    elif KIND[0] == "clamped_swiglu":
+        gate, up = _clamped(first, second, KIND[2])
+        return gate * _sigmoid(KIND[3] * gate) * up
     elif KIND[0] == "squared_relu":
         positive = tl.where(first <= 0.0, 0.0, first)
         return positive * positive
@@ -137,6 +147,12 @@ def _value_and_derivatives(first, second, KIND: tl.constexpr):
         sigmoid = _sigmoid(_QUICK * first)
         gated = first * sigmoid
         return gated * second, second * (sigmoid + _QUICK * (gated - gated * sigmoid)), gated
+    elif KIND[0] == "clamped_swiglu":
+        gate, up = _clamped(first, second, KIND[2])
+        sigmoid = _sigmoid(KIND[3] * gate)
+        gated = gate * sigmoid
+        d_first = tl.where(first > KIND[2], 0.0, up * (sigmoid + KIND[3] * (gated - gated * sigmoid)))
+        return gated * up, d_first, tl.where(tl.abs(second) > KIND[2], 0.0, gated)
     elif KIND[0] == "squared_relu":
         positive = tl.where(first <= 0.0, 0.0, first)  # a NaN stays one
         return positive * positive, positive + positive, positive
