@@ -129,6 +129,7 @@ _OF_EXPERTS = (
     "expert_tensor_parallel_size",
     "moe_token_dispatcher_type",
     "moe_per_layer_logging",
+    "save_tokens_per_expert_interval",
 )
 _DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 _LOSS_SCALE = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"

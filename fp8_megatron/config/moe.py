@@ -5,15 +5,26 @@ How ranks share experts is in `parallel`. What experts cannot do yet, their arch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from .fields import BelowOne, NotNegative, Positive, Size
 
-#: Losses that balance experts. Several may be added.
-LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+#: Losses that balance experts, and their names in reports. Several may be added.
+LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
 #: What balances them without a loss, or not at all.
 ALONE = ("sinkhorn", "none")
+
+
+def reported_losses(factors: Mapping[str, float], z_loss_factor: float | None) -> tuple[str, ...]:
+    """The losses that a router adds, as reports name them."""
+    balancing = tuple(name for kind, name in LOSSES.items() if factors.get(kind, 0.0) > 0)
+    return balancing + (("z_loss",) if z_loss_factor else ())
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,9 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = False
     """Report how many elements of every step's averaged gradients are 0 (one more pass over them)."""
     moe_per_layer_logging: bool = False
-    """Report losses that balance experts for each layer, too."""
+    """Report the load of experts, and the losses that balance it, for each layer, too."""
+    save_tokens_per_expert_interval: Count | None = None
+    """Steps between lines of tokens_per_expert.jsonl, which has the tokens of every expert. Default: none."""
     tensorboard: bool = True
     """On: write TensorBoard events."""
     tensorboard_dir: str | None = None

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..activation_functions import Activation
+from ..config.moe import LOSSES, reported_losses
 from ..device.group import Group
 from ..dtypes import E4M3
 from ..nn.experts import exchange_choices, experts, fp8_experts, grouped_by_expert
@@ -36,7 +37,8 @@ class Router(TopKRouter):
 
     Attributes:
         load: FP32 [E], tokens that the step sent to each expert on this rank.
-        losses: name → FP32 [], the sum of each auxiliary loss over the step's micro-batches.
+        loss_names: of the losses that it adds.
+        losses: FP32 [losses], the sum of each over the step's micro-batches.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
@@ -58,7 +60,9 @@ class Router(TopKRouter):
         for name, shape in (("global_tokens_per_expert", (count,)), ("ga_steps", ())):
             value = torch.zeros(shape, device=device) if has_global_loss else None
             self.register_buffer(name, value, persistent=False)
-        self.losses: dict[str, Tensor] = {}
+        factors = {kind: self.get_aux_loss_coeff(kind) for kind in LOSSES}
+        self.loss_names = reported_losses(factors, config.moe_z_loss_coeff)
+        self.register_buffer("losses", torch.zeros(len(self.loss_names), device=device), persistent=False)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[s, b, H] → probabilities FP32 [s · b, E] and which experts each token goes to, bool [s · b, E]."""
@@ -78,7 +82,7 @@ class Router(TopKRouter):
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach the z-loss to the logits."""
         coefficient = self.config.moe_z_loss_coeff
-        if coefficient is None or not self.training or not torch.is_grad_enabled():
+        if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
         shared = coefficient / self.tp_cp_group.size()
         return self._attached(logits, "z_loss", z_loss_func(logits, shared), shared)
@@ -97,11 +101,7 @@ class Router(TopKRouter):
 
     def _attached(self, activation: Tensor, name: str, loss: Tensor, coefficient: float) -> Tensor:
         """`activation`, whose backward also sends back the gradient of `loss`."""
-        value = loss.detach().float() / coefficient
-        if name in self.losses:
-            self.losses[name].add_(value)
-        else:
-            self.losses[name] = value.clone()
+        self.losses[self.loss_names.index(name)].add_(loss.detach().float() / coefficient)
         if self.calculate_per_token_loss:  # the gradient is divided by the tokens later
             loss = loss * activation.shape[0]
         attached: Tensor = MoEAuxLossAutoScaler.apply(activation, loss)
@@ -122,8 +122,7 @@ class Router(TopKRouter):
     def start_step(self) -> None:
         """Forget the last step's numbers."""
         self.load.zero_()
-        for loss in self.losses.values():
-            loss.zero_()
+        self.losses.zero_()
         self.reset_global_aux_loss_tracker()
 
     @torch.no_grad()

@@ -50,7 +50,7 @@ def page_data(run: Path, *, live: bool = False) -> dict[str, Any]:
         "name": run.resolve().name,
         "live": live,
         "skipped_steps": _number(steps[-1].get("skipped_steps")) or 0 if steps else 0,
-        "steps": _columns(_thinned_steps(steps), ("iteration", "loss", "grad_norm")),
+        "steps": _columns(_thinned_steps(steps), ("iteration", "loss", "grad_norm", "load_imbalance")),
         "events": [_shown_event(event) for event in events],
         **_casts(samples),
     }

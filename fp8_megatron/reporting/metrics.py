@@ -16,11 +16,13 @@ from statistics import fmean, median
 from typing import Any, Self
 
 from ..config.batch_schedule import BatchSchedule
+from ..config.moe import LOSSES
 from ..config.schema import LoggingConfig
 from .cast_statistics import HealthSample
 from .flops import FLOPS_CONVENTION
-from .metrics_file import HEALTH_FILE, METRICS_FILE, MetricsFile, split_in_words
+from .metrics_file import HEALTH_FILE, METRICS_FILE, TOKENS_FILE, MetricsFile, split_in_words
 from .metrics_sinks import ProgressBar, ScalarSink, open_sinks, wants_progress_bar
+from .router_report import RouterReport
 from .step_figures import StepFigures, reported
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,8 @@ class MetricsLogger:
         """
         self._is_writer = is_writer
         self._log_interval = config.log_interval
+        self._reports_layers = config.moe_per_layer_logging
+        self._tokens_interval = config.save_tokens_per_expert_interval
         self._total_iterations = total_iterations
         self._batches = batches
         self._left_out = sorted(left_out)
@@ -124,6 +128,7 @@ class MetricsLogger:
         kept_until = 0 if replaces_other_run else resume_iteration
         self._file = MetricsFile(output_dir / METRICS_FILE, resume_iteration=kept_until)
         self._health_file = MetricsFile(output_dir / HEALTH_FILE, resume_iteration=kept_until)
+        self._tokens_file = MetricsFile(output_dir / TOKENS_FILE, resume_iteration=kept_until)
         self._file.make()
         self._history.restore(self._file.kept)
         self._sinks = open_sinks(config, output_dir, resume_iteration=kept_until, run_config=run_config)
@@ -138,18 +143,21 @@ class MetricsLogger:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def log_step(self, metrics: StepMetrics, by_layer: Mapping[str, list[float]] | None = None) -> None:
+    def log_step(self, metrics: StepMetrics, routers: RouterReport | None = None) -> None:
         """Log one step. Prints its line for the first, the last, every log_interval-th and every non-finite step.
 
         Args:
-            by_layer: figures of layers with experts, in the order of ``layers``; None: they are not asked for.
+            routers: of its layers with experts.
         """
         if not self._is_writer:
             return
         first = self._history.num_session_steps == 0
         self._history.add_step(metrics)
-        self._file.append(metrics.row() | ({} if by_layer is None else {"experts": by_layer}))
-        self._send(metrics.scalars() | _scalars_of_layers(by_layer or {}), metrics.iteration)
+        layers = routers if self._reports_layers else None
+        self._file.append(metrics.row() | (layers.row() if layers else {}))
+        self._send(metrics.scalars() | (layers.scalars() if layers else {}), metrics.iteration)
+        if routers is not None and self._tokens_interval and metrics.iteration % self._tokens_interval == 0:
+            self._tokens_file.append(routers.tokens_row(metrics.iteration))
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._total_iterations
         if due or first or not math.isfinite(metrics.loss):
             logger.info("%s", self._step_line(self._history.typical(metrics)))
@@ -207,6 +215,7 @@ class MetricsLogger:
             self._progress.close()
         self._file.close()
         self._health_file.close()
+        self._tokens_file.close()
         while self._sinks:
             self._sinks.pop().close()
 
@@ -250,16 +259,6 @@ class MetricsLogger:
             sink.log(scalars, iteration)
 
 
-def _scalars_of_layers(by_layer: Mapping[str, list[float]]) -> dict[str, float]:
-    """Tag → figure of a layer with experts."""
-    return {
-        f"moe/{name}/layer_{layer:.0f}": value
-        for name, values in by_layer.items()
-        for layer, value in zip(by_layer["layers"], values, strict=True)
-        if name != "layers"
-    }
-
-
 def step_line(
     metrics: StepMetrics,
     total_iterations: int,
@@ -281,10 +280,10 @@ def step_line(
         f"{_tflops_text(metrics.tflops_per_gpu)} TFLOP/s/GPU ({FLOPS_CONVENTION[False]})",
         _mfu_text(metrics.mfu, peak_flops),
         f"{metrics.peak_memory_gib:.1f} GiB peak",
+        *_experts_texts(metrics),
         _clamped_text(metrics),
         None if metrics.grad_saturation_fraction is None else f"saturated {metrics.grad_saturation_fraction:.4%}",
         None if metrics.grad_underflow_fraction is None else f"underflow {metrics.grad_underflow_fraction:.2%}",
-        None if metrics.largest_expert_load is None else f"largest expert {metrics.largest_expert_load:.2f} × mean",
         None if metrics.loss_scale is None else f"loss scale {metrics.loss_scale:g}",
         f"skipped {metrics.skipped_steps}",
         None if eta_seconds is None else f"ETA {_duration(eta_seconds)}",
@@ -404,6 +403,19 @@ def _mfu_text(mfu: float | None, peak_flops: float | None) -> str | None:
     if mfu is None:
         return None
     return f"MFU {mfu:.1%}" + ("" if peak_flops is None else f" of {peak_flops / 1e12:.0f}")
+
+
+def _experts_texts(metrics: StepMetrics) -> list[str]:
+    """How experts are loaded, and the losses that balance them; empty without experts."""
+    if metrics.load_imbalance is None:
+        return []
+    idle = f", {metrics.idle_experts:.0f} idle" if metrics.idle_experts else ""
+    names = (*LOSSES.values(), "z_loss")
+    losses = [(name, getattr(metrics, name)) for name in names]
+    return [
+        f"experts' load {metrics.min_load:.2f} to {metrics.load_imbalance:.2f} of the mean{idle}",
+        *(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses if loss is not None),
+    ]
 
 
 def _clamped_text(metrics: StepMetrics) -> str | None:

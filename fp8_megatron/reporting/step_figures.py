@@ -29,7 +29,7 @@ class StepFigures:
     On the device they are one FP32 tensor in the order of the fields (`pack`). The host copies it while the step runs
     and reads it one step later, so that nothing waits (`training.step_results`). To add a figure, add one line here
     and one where `train_step` packs it; metrics.jsonl, TensorBoard and W&B then report it. The figures of casts come
-    from the `CastReport` instead.
+    from the `CastReport` instead, those of experts from the `RouterReport`.
 
     A figure with a default may be missing. Then it is NaN in the tensor and None here.
     """
@@ -63,20 +63,22 @@ class StepFigures:
     """Fraction of gradient elements that the native FP8 sum clamped, largest of all tensors; None without that sum."""
     autoscale_mu: float | None = reported("fp8/autoscale_mu", default=None)
     """Smallest pre-scale μ of auto-scaling; None without auto-scaling."""
-    aux_loss: float | None = reported("moe/aux_loss", default=None)
-    """Loss that balances experts, over micro-batches, without its factor: the mean of all layers with experts. 1 is
-    balanced. None without it."""
-    seq_aux_loss: float | None = reported("moe/seq_aux_loss", default=None)
-    """The same over each sequence."""
-    global_aux_loss: float | None = reported("moe/global_aux_loss", default=None)
-    """The same over the global batch."""
-    z_loss: float | None = reported("moe/z_loss", default=None)
-    """Mean of the squared log-sum-exp of routers' logits; None without a z-loss."""
-    largest_expert_load: float | None = reported("moe/largest_expert_load", default=None)
-    """Tokens of the largest expert over the mean of its layer, in the layer where that is most; None without
-    experts."""
     loss_scale: float | None = reported("train/loss_scale", default=None)
     """Factor of the next loss; None without a loss scale."""
+    load_imbalance: float | None = reported("moe/load_imbalance", default=None)
+    """Tokens of a layer's busiest expert over the mean of its experts, in the worst layer; None without experts."""
+    min_load: float | None = reported("moe/min_load", default=None)
+    """Tokens of a layer's least used expert over the mean of its experts, in the worst layer."""
+    idle_experts: float | None = reported("moe/idle_experts", default=None)
+    """Experts of all layers that got no token."""
+    load_balancing_loss: float | None = reported("load_balancing_loss", default=None)
+    """Loss of --moe-router-load-balancing-type aux_loss, mean over layers, without its factor; None if it has none."""
+    seq_load_balancing_loss: float | None = reported("seq_load_balancing_loss", default=None)
+    """That of seq_aux_loss."""
+    global_load_balancing_loss: float | None = reported("global_load_balancing_loss", default=None)
+    """That of global_aux_loss."""
+    z_loss: float | None = reported("z_loss", default=None)
+    """The routers' z-loss, mean over layers, without its factor; None if it has none."""
     peak_memory_gib: float = reported("memory/peak_gib")
     """Peak memory of any rank so far. On a GPU: the allocator's peak and the memory counted beside it."""
 

@@ -13,7 +13,8 @@ from itertools import chain
 import torch
 
 from ..checkpoint.run_state import Resumable
-from ..config.schema import Config, PrecisionConfig
+from ..config.moe import reported_losses
+from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..dtypes import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel, finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
@@ -26,6 +27,7 @@ from ..quantization.amax_history import AmaxHistory
 from ..quantization.cast_report import SlotNames
 from ..quantization.recipe import Recipe
 from ..reporting.memory_report import MemoryByKind, StorageBytes
+from ..reporting.router_report import RouterTable
 from ..sharding.data_parallel import DataParallelModule, Exchange
 from ..sharding.partition import StorageClass
 from ..sharding.staging import StagingPools
@@ -51,6 +53,8 @@ class TrainingState:
     padded_vocab_size: int
     sampler: CastSampler | None = None
     """Measures single casts on sampled steps; None without --fp8-health-interval or FP8 layers."""
+    routers: RouterTable | None = None
+    """How the routers' numbers travel to the host; None without experts."""
 
     @property
     def samples_per_micro_batch(self) -> int:
@@ -177,6 +181,23 @@ def build_training_state(
         num_micro_batches=num_micro_batches,
         padded_vocab_size=padded_vocab_size,
         sampler=sampler,
+        routers=router_table(config.model, topology),
+    )
+
+
+def router_table(model: ModelConfig, topology: Topology) -> RouterTable | None:
+    """What the routers of all ranks report; None without experts.
+
+    A balancing loss is one mean over the ranks that share a sequence, or over all ranks if it is that of the global
+    batch. The z-loss is a mean on each rank.
+    """
+    if model.num_experts is None:
+        return None
+    num_sequences = topology.dp.size()
+    means = {"global_load_balancing_loss": 1, "z_loss": num_sequences * topology.cp.size() * topology.tp.size()}
+    losses = reported_losses(model.balancing_losses, model.moe_z_loss_coeff)
+    return RouterTable(
+        model.expert_layers, model.num_experts, {name: means.get(name, num_sequences) for name in losses}
     )
 
 

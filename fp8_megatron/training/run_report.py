@@ -206,7 +206,7 @@ class RunReport:
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.consumed_samples * model.seq_length,
             ),
-            result.of_experts if self._config.logging.moe_per_layer_logging else None,
+            result.routers,
         )
 
     def health(self, sample: HealthSample) -> None:

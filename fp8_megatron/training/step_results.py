@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -11,10 +10,10 @@ from torch import Tensor
 from ..device.memory import HostCopy, Mark
 from ..quantization.cast_report import CastReport
 from ..reporting.cast_statistics import HealthSample
+from ..reporting.router_report import RouterReport, RouterTable
 from ..reporting.step_figures import StepFigures
 from ..watch.replica_hash import PendingCheck
 from .cast_sampling import PendingSample
-from .expert_figures import ExpertFigures
 from .stopping import StopReason, request_of
 
 
@@ -30,8 +29,8 @@ class StepResult:
     """Samples of the step over all ranks."""
     cast_report: CastReport | None = None
     """What the casts of the step report, under delayed scaling."""
-    of_experts: Mapping[str, list[float]] | None = None
-    """What routers say, by layer (`ExpertFigures.by_layer`); None without experts."""
+    routers: RouterReport | None = None
+    """What the routers of the step report, if layers have experts."""
     check: PendingCheck | None = None
     """Hashes of what replicas hold, if this step compares them."""
     health: HealthSample | None = None
@@ -61,16 +60,18 @@ class PendingStep:
         sample: PendingSample | None = None,
         *,
         num_chunks: int = 1,
+        routers: RouterTable | None = None,
+        num_micro_batches: int = 1,
         batch_size: int,
-        experts: ExpertFigures | None = None,
     ) -> None:
         """
         Args:
             values: what `train_step` returned.
             num_chunks: model chunks of a rank.
+            routers: how the routers' numbers lie in `values`; None: there are none.
+            num_micro_batches: of the step.
             batch_size: samples of the step over all ranks.
             started: the mark before the step.
-            experts: figures of the model's experts.
             check, sample: of this step.
         """
         self._iteration = iteration
@@ -79,8 +80,9 @@ class PendingStep:
         self._check = check
         self._sample = sample
         self._num_chunks = num_chunks
+        self._routers = routers
+        self._num_micro_batches = num_micro_batches
         self._batch_size = batch_size
-        self._experts = experts
         self._values = HostCopy(values)
         self.ended = self._values.ended
 
@@ -88,13 +90,14 @@ class PendingStep:
         """Wait for this step, but not for later ones, and read its results."""
         values = self._values.read()
         figures, rest = StepFigures.unpack(values[: StepFigures.num_packed()]), values[StepFigures.num_packed() :]
-        of_experts = None
-        if self._experts is not None:
-            packed, rest = rest[: self._experts.num_packed], rest[self._experts.num_packed :]
-            of_experts = self._experts.by_layer(packed)
-        cast_report = CastReport.unpack(rest, self._num_chunks) if rest else None
+        num_routed = 0 if self._routers is None else self._routers.numel
+        casts, routed = rest[num_routed:], rest[:num_routed]
+        cast_report = CastReport.unpack(casts, self._num_chunks) if casts else None
         if cast_report is not None:
             figures = replace(figures, **cast_report.figures())
+        routers = None if self._routers is None else self._routers.unpack(routed, self._num_micro_batches)
+        if routers is not None:
+            figures = replace(figures, **routers.figures())
         return StepResult(
             iteration=self._iteration,
             learning_rate=self._learning_rate,
@@ -102,7 +105,7 @@ class PendingStep:
             step_seconds=self.ended.seconds_since(self._started),
             batch_size=self._batch_size,
             cast_report=cast_report,
-            of_experts=of_experts,
+            routers=routers,
             check=self._check,
             health=None if self._sample is None else self._sample.result(),
         )

@@ -20,7 +20,6 @@ from ..reporting.step_figures import StepFigures
 from ..storage import GradReduceMode
 from .batches import Batch, forward_step, take_step
 from .build import TrainingState
-from .expert_figures import ExpertFigures
 from .graph_choice import GraphChoice, documents_fit, has_memory
 from .step_graph import StepGraph
 from .stopping import StopReason, request_number, request_of
@@ -48,8 +47,8 @@ def train_step(
         before_update: called between the gradients and the update.
 
     Returns:
-        FP32 on the device: the packed `StepFigures`, behind them the `ExpertFigures` of a model with experts, and
-        under delayed scaling the `CastReport`. This function does not wait for the step; reading them does.
+        FP32 on the device: the packed `StepFigures`, then what routers report (`TrainingState.routers`), then under
+        delayed scaling the `CastReport`. This function does not wait for the step; reading them does.
     """
     measured = {"measures_underflow": measures_underflow or samples_casts, "samples_casts": samples_casts}
     num_micro_batches = num_micro_batches or state.num_micro_batches
@@ -67,25 +66,16 @@ def train_step(
         if history is not None:
             history.update(state.topology.stage_group)
     peak = device_memory.peak_memory_gib(state.device)
-    experts, of_experts = ExpertFigures.of(state.config.model), torch.zeros(0, device=state.device)
-    if experts is not None:
-        routers = [router for chunk in state.model for router in chunk.routers]
-        of_experts = experts.of_rank(routers, state.device)
-    figures, cast_report = _over_ranks(
+    figures, reports = _over_ranks(
         part_of_loss,
         state,
         stop=stop,
         peak_memory_gib=peak,
         counts=counts,
         autoscaling=_autoscaling(state),
-        of_experts=of_experts,
+        routed=_routed(state),
     )
-    if experts is not None:
-        by_layer = experts.pack(of_experts, state.topology, num_micro_batches)
-        figures |= experts.of_step(by_layer)
-        of_experts = by_layer.view(-1)
-    packed = StepFigures.pack(grad_norm=grad_norm, **figures, **_statistics(state))
-    return torch.cat([packed, of_experts, *([] if cast_report is None else [cast_report])])
+    return torch.cat([StepFigures.pack(grad_norm=grad_norm, **figures, **_statistics(state)), reports])
 
 
 def compute_gradients(
@@ -264,6 +254,14 @@ def _autoscaling(state: TrainingState) -> Tensor | None:
     return torch.cat([saturated, torch.cat([autoscale.mu for autoscale in autoscales]).amin(0, keepdim=True).neg()])
 
 
+def _routed(state: TrainingState) -> Tensor | None:
+    """FP32: what this rank's routers report of the step; None without experts."""
+    if state.routers is None:
+        return None
+    own = [router for chunk in state.model for router in chunk.routers]
+    return state.routers.pack({router.layer_number - 1: (router.load, router.losses) for router in own}, state.device)
+
+
 def _statistics(state: TrainingState) -> dict[str, Tensor]:
     """The loss scale, and the figures of the whole model that the configuration asks for."""
     logging, optimizer, figures = state.config.logging, state.optimizer, {}
@@ -291,10 +289,10 @@ def _over_ranks(
     peak_memory_gib: float = 0.0,
     counts: Tensor | None = None,
     autoscaling: Tensor | None = None,
-    of_experts: Tensor | None = None,
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """What all ranks have together, by one collective: figures by name, and under delayed scaling the `CastReport`,
-    packed.
+    routed: Tensor | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What all ranks have together, by one collective: figures by name, and behind one another what routers report and,
+    under delayed scaling, the `CastReport`.
 
     Args:
         loss: [1]; it is added up.
@@ -302,19 +300,19 @@ def _over_ranks(
         peak_memory_gib: the largest counts.
         counts: see `compute_gradients`; they become fractions, of which 0/0 is NaN.
         autoscaling: see `_autoscaling`; the worst counts.
-        of_experts: see `ExpertFigures.of_rank`; it becomes the sum over ranks.
+        routed: see `_routed`; it is added up.
     """
     world_size, rank = state.topology.world_size, state.topology.rank
     histories = [history for history in state.histories if history is not None]
     num_reported = CastReport.numel_of(world_size, len(histories)) if histories else 0
+    num_routed = 0 if routed is None else routed.numel()
     width = 2 if autoscaling is None else 2 + len(autoscaling)
-    num_of_experts = 0 if of_experts is None else of_experts.numel()
-    sizes = [1, 4, world_size * width, num_reported, num_of_experts]
+    sizes = [1, 4, world_size * width, num_routed, num_reported]
     values = torch.zeros(sum(sizes), device=state.device)
-    total, counted, of_ranks, reported, summed_experts = values.split(sizes)
+    total, counted, of_ranks, of_routers, reported = values.split(sizes)
     total.copy_(loss)
-    if of_experts is not None:
-        summed_experts.copy_(of_experts)
+    if routed is not None:
+        of_routers.copy_(routed)
     if counts is not None:
         counted.copy_(counts)
     own = of_ranks.view(world_size, width)[rank]
@@ -327,8 +325,6 @@ def _over_ranks(
             CastReport.add_(reported, history.report, place=rank * len(histories) + chunk)
     if world_size > 1:
         torch.distributed.all_reduce(values)
-    if of_experts is not None:
-        of_experts.copy_(summed_experts)
     largest = of_ranks.view(world_size, width).amax(dim=0)
     figures = {"loss": total, "stop_request": largest[1:2], "peak_memory_gib": largest[:1]}
     if counts is not None:
@@ -338,4 +334,4 @@ def _over_ranks(
         # A negative fraction: no reduction has reported one. An infinite μ: no tensor has one.
         figures["grad_saturation_fraction"] = torch.where(largest[2:3] < 0, torch.nan, largest[2:3])
         figures["autoscale_mu"] = torch.where(largest[3:].isinf(), torch.nan, largest[3:].neg())
-    return figures, reported if histories else None
+    return figures, values[sum(sizes[:3]) :]

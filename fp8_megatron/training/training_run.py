@@ -20,7 +20,6 @@ from .batches import Batch
 from .build import TrainingState, build_replica_check, build_training_state
 from .cast_sampling import CastSampler
 from .evaluation import evaluate_split
-from .expert_figures import ExpertFigures
 from .loss_spikes import LossSpike, resumed_after_spikes
 from .run_data import RunData, open_run_data
 from .run_report import RunReport, StepOutcomes, log_settings
@@ -197,11 +196,12 @@ class TrainingRun:
         self.profiler.before(iteration)
         check = self._new_check(iteration)
         sampler = self._sampler_of(iteration)
+        num_micro_batches = batch_size // self.state.samples_per_micro_batch
         values = train_step(
             self.state,
             loop.loader,
             stop=self._own_stop(),
-            num_micro_batches=batch_size // self.state.samples_per_micro_batch,
+            num_micro_batches=num_micro_batches,
             measures_underflow=iteration % self.config.logging.log_interval == 0,
             samples_casts=sampler is not None,
             graph=self.graph,
@@ -216,8 +216,9 @@ class TrainingRun:
             check,
             None if sampler is None else sampler.collect(iteration),
             num_chunks=len(self.state.histories),
+            routers=self.state.routers,
+            num_micro_batches=num_micro_batches,
             batch_size=batch_size,
-            experts=ExpertFigures.of(self.config.model),
         )
         loop.mark = queued.ended
         return queued

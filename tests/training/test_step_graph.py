@@ -24,7 +24,7 @@ from fp8_megatron.training.graph_choice import GraphChoice
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.step_graph import StepGraph
 from tests.harness.played_recordings import PlayedRecorder
-from tests.harness.runs import tiny_flags
+from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
 
 CPU = torch.device("cpu")
 
@@ -186,3 +186,25 @@ def test_a_step_is_the_same_through_a_recording(recorder: PlayedRecorder, recipe
     measured = ~torch.isnan(python[:, place])
     assert measured.tolist() == [step % 3 == 0 for step in range(8)]
     assert torch.equal(python[measured, place], recorded[measured, place])
+
+
+def test_routers_report_the_same_through_a_recording(recorder: PlayedRecorder) -> None:
+    """A recording reads and writes a router's numbers where the first step found them."""
+    experts = {"num_experts": 4, "hidden_size": 64, "moe_aux_loss_coeff": 1e-2, "moe_z_loss_coeff": 1e-3}
+    config = parse_config(tiny_flags(Path("unused"), **LLAMA_STYLE_FLAGS, **experts, precision="bf16"))
+    runs = []
+    for graphed in (False, True):
+        with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
+            seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
+            data = open_run_data(config, topology)
+            state = build_training_state(config, data.padded_vocab_size, topology, CPU)
+            assert state.routers is not None
+            graph = train_step.step_graph(state, GraphChoice(True, ""), recorder) if graphed else None
+            batches, reports, addresses = data.train_loader(0), [], set()
+            for _ in range(6):
+                addresses.update(router.losses.data_ptr() for chunk in state.model for router in chunk.routers)
+                reports.append(train_step.train_step(state, batches, graph=graph)[-state.routers.numel :])
+            assert len(addresses) == config.model.num_layers
+            runs.append(torch.stack(reports))
+    assert torch.equal(*runs) and recorder.num_recordings > 0
+    assert (runs[0][:, :4].sum(dim=1) == 2 * 2 * 16).all()

@@ -43,9 +43,9 @@ def _exchanged(group: torch.distributed.ProcessGroup, reports: bool) -> tuple[di
     state: Any = SimpleNamespace(topology=topology, device=torch.device("cpu"), histories=histories)
     peak = [3.0, 7.5, 5.0][rank]
     stop = [StopReason.DURATION, StopReason.SIGNAL, None][rank]
-    figures, report = _over_ranks(torch.tensor([rank + 1.0]), state, stop=stop, peak_memory_gib=peak)
+    figures, reports = _over_ranks(torch.tensor([rank + 1.0]), state, stop=stop, peak_memory_gib=peak)
     assert request_of(figures["stop_request"].item()) is (stop if group.size() == 1 else StopReason.SIGNAL)
-    return {name: figure.tolist() for name, figure in figures.items()}, None if report is None else report.tolist()
+    return {name: figure.tolist() for name, figure in figures.items()}, reports.tolist()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def _exchanged(group: torch.distributed.ProcessGroup, reports: bool) -> tuple[di
 )
 def test_sums_the_largest_peak_and_why_to_stop_are_everywhere(ranks: RankPool, num_ranks: int, expected: Any) -> None:
     found = ranks.run(on_default_group, _exchanged, False, num_ranks=num_ranks)
-    assert found == [(expected, None)] * num_ranks
+    assert found == [(expected, [])] * num_ranks
 
 
 def test_reports_of_casts_are_everywhere(ranks: RankPool) -> None:
