@@ -223,7 +223,17 @@ def test_long_sequences(flags: str) -> None:
     assert abs(memory.peak - predicted) < 8 * 2 * 32768 * 4096, (memory.peak / 1e9, predicted / 1e9)
 
 
-@pytest.mark.parametrize("flags", ["", "--expert-model-parallel-size 2", "--precision bf16"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--expert-model-parallel-size 2",
+        "--precision bf16",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+        "--expert-model-parallel-size 2",
+    ],
+)
 def test_experts(flags: str) -> None:
     """Two layers of Qwen3-30B-A3B on two ranks, which reduce gradients or share the experts.
 

@@ -1,7 +1,9 @@
-"""Bytes of a rank in the forward and backward of a layer with experts, as `docs/design.md` says; a layer without
+"""Bytes of a rank in the forward and backward of a layer with experts, as `nn.experts` keeps them; a layer without
 experts costs what a decoder's does."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from ...config.schema import Config
 from ..decoder import costs as decoder
@@ -10,6 +12,42 @@ from ..decoder import costs as decoder
 _GROUP_ROWS = 128
 #: Bytes of an element of the 16-bit types, and of the router's numbers.
 _HALF, _FP32 = 2, 4
+
+
+class _Rank(NamedTuple):
+    """What a rank has of a layer with experts.
+
+    Attributes:
+        own: its tokens over those of a micro-batch, which tensor-parallel ranks may share.
+        gathered: the tokens of all ranks that share its experts, over the same; 0 if no others do.
+        rows: of its experts, with those that fill up each expert, over the same. They are the most that there can be:
+            memory is taken before counts are known.
+        columns, width: of an expert's input to the activation, and of its output.
+        shared: columns of the shared expert's input to its activation and, in 16 bits, of its output.
+    """
+
+    own: float
+    gathered: float
+    rows: float
+    columns: int
+    width: int
+    shared: int
+
+
+def _rank(config: Config, *, is_fp8: bool) -> _Rank:
+    model, parallel = config.model, config.parallel
+    assert model.num_experts is not None
+    experts, cuts = model.num_experts // parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    ranks, own = parallel.expert_model_parallel_size * cuts, 1 / parallel.sequence_shares
+    shared = (model.moe_shared_expert_intermediate_size or 0) // parallel.tensor_model_parallel_size
+    return _Rank(
+        own=own,
+        gathered=ranks * own if ranks > 1 else 0.0,
+        rows=ranks * own * min(model.moe_router_topk, experts) + _GROUP_ROWS * experts / config.tokens_per_micro_batch,
+        columns=model.expert_columns // cuts,
+        width=model.expert_ffn_hidden_size // cuts,
+        shared=((2 if model.is_gated else 1) + (0 if is_fp8 else 1)) * shared,
+    )
 
 
 def kept_bytes(config: Config, layer: int) -> float:
@@ -22,24 +60,14 @@ def kept_bytes(config: Config, layer: int) -> float:
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
         return decoder.kept_bytes(config, layer)
-    rows, hidden, experts = _rows_of_token(config), model.hidden_size, model.num_experts or 0
-    router = _HALF * hidden + 3 * _FP32 * experts + _FP32 * (2 * rows + model.moe_router_topk)
+    rank, hidden = _rank(config, is_fp8=is_fp8), model.hidden_size
+    of_router = _HALF * hidden + 3 * _FP32 * (model.num_experts or 0) + _FP32 * model.moe_router_topk
     if is_fp8:
-        of_experts = hidden + _HALF * rows * model.expert_columns
+        of_token, of_row = of_router + hidden, _HALF * rank.columns
     else:
-        of_experts = rows * (_HALF * hidden + _half_activation(config))
-    shared = _HALF * _shared_columns(config, is_fp8=is_fp8)
-    return decoder.kept_around_mlp(config, layer) + router + of_experts + shared
-
-
-def _half_activation(config: Config) -> int:
-    """Bytes that autograd keeps of the activation of a row in 16 bits: in FP32 its input, its factors and its output;
-    in 16 bits the product with the probability."""
-    model = config.model
-    outputs = 2 if model.is_gated else 1
-    return (
-        _FP32 * (model.expert_columns + outputs * model.expert_ffn_hidden_size) + _HALF * model.expert_ffn_hidden_size
-    )
+        of_token, of_row = of_router, _HALF * hidden + _half_activation(config, rank)
+    of_experts = rank.own * of_token + rank.rows * (2 * _FP32 + of_row)
+    return decoder.kept_around_mlp(config, layer) + of_experts + _HALF * rank.shared
 
 
 def recomputed_mlp_bytes(config: Config, layer: int) -> float:
@@ -53,14 +81,12 @@ def forward_bytes(config: Config, layer: int) -> int:
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
         return decoder.forward_bytes(config, layer)
-    if is_fp8:
-        rows = _HALF * model.expert_columns + model.expert_ffn_hidden_size + _HALF * model.hidden_size
-    else:
-        rows = _HALF * model.hidden_size + _half_activation(config)
-    shared = _HALF * _shared_columns(config, is_fp8=is_fp8)
-    per_token = (4 * _HALF + int(is_fp8)) * model.hidden_size + 5 * _FP32 * (model.num_experts or 0)
-    per_token += shared + _exchanged(config)
-    return round(config.tokens_per_micro_batch * (per_token + _rows_of_token(config) * rows))
+    rank, hidden = _rank(config, is_fp8=is_fp8), model.hidden_size
+    of_row = _HALF * hidden
+    of_row += _HALF * rank.columns + rank.width if is_fp8 else _half_activation(config, rank)
+    of_token = (4 * _HALF + int(is_fp8)) * hidden + 5 * _FP32 * (model.num_experts or 0)
+    per_token = rank.own * of_token + rank.rows * of_row + _HALF * rank.shared + _exchanged(config, rank)
+    return round(config.tokens_per_micro_batch * per_token)
 
 
 def backward_bytes(config: Config, layer: int) -> int:
@@ -70,36 +96,24 @@ def backward_bytes(config: Config, layer: int) -> int:
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
         return decoder.backward_bytes(config, layer)
-    hidden, ffn, columns = model.hidden_size, model.expert_ffn_hidden_size, model.expert_columns
+    rank, hidden = _rank(config, is_fp8=is_fp8), model.hidden_size
     if is_fp8:
-        rows = max(2 * hidden + _HALF * ffn + 2 * columns + ffn, (1 + _HALF) * hidden + 2 * columns)
+        of_output = 2 * hidden + _HALF * rank.width + 2 * rank.columns + rank.width
+        of_row = max(of_output, (1 + _HALF) * hidden + 2 * rank.columns)
     else:
-        rows = _HALF * hidden + (_HALF + _FP32) * ffn + _FP32 * 2 * columns
-    per_token = (_HALF + 2) * hidden + _exchanged(config)
-    return round(config.tokens_per_micro_batch * (per_token + _rows_of_token(config) * rows))
+        of_row = _HALF * hidden + (_HALF + _FP32) * rank.width + _FP32 * 2 * rank.columns
+    per_token = rank.own * (_HALF + 2) * hidden + rank.rows * of_row + _exchanged(config, rank)
+    return round(config.tokens_per_micro_batch * per_token)
 
 
-def _rows_of_token(config: Config) -> float:
-    """Rows of a rank's experts, with those that fill up each expert, over the tokens of a micro-batch.
-
-    They are the most that there can be: memory is taken before counts are known. Expert-parallel ranks compute each
-    other's tokens.
-    """
-    model, ranks = config.model, config.parallel.expert_model_parallel_size
-    assert model.num_experts is not None
-    experts = model.num_experts // ranks
-    return ranks * min(model.moe_router_topk, experts) + _GROUP_ROWS * experts / config.tokens_per_micro_batch
+def _half_activation(config: Config, rank: _Rank) -> int:
+    """Bytes that autograd keeps of the activation of a row in 16 bits: in FP32 its input, its factors and its output;
+    in 16 bits the product with the probability."""
+    outputs = 2 if config.model.is_gated else 1
+    return _FP32 * (rank.columns + outputs * rank.width) + _HALF * rank.width
 
 
-def _exchanged(config: Config) -> int:
-    """Bytes that expert-parallel ranks hold of each other's tokens, over those of a rank: the tokens in a byte, and in
-    16 bits what its experts give to them, and what is sent of that."""
-    ranks = config.parallel.expert_model_parallel_size
-    return 0 if ranks == 1 else ranks * (1 + 2 * _HALF) * config.model.hidden_size
-
-
-def _shared_columns(config: Config, *, is_fp8: bool) -> int:
-    """Columns of the shared expert's input to its activation and, in 16 bits, of its output."""
-    model = config.model
-    shared = model.moe_shared_expert_intermediate_size or 0
-    return ((2 if model.is_gated else 1) + (0 if is_fp8 else 1)) * shared
+def _exchanged(config: Config, rank: _Rank) -> float:
+    """Bytes that ranks which share experts hold of each other's tokens: the tokens in a byte, and in 16 bits what the
+    experts of a rank give to them, and what is sent of that."""
+    return rank.gathered * (1 + 2 * _HALF) * config.model.hidden_size
