@@ -66,6 +66,7 @@ def test_reports_are_those_of_one_rank(ranks: RankPool, tmp_path: Path) -> None:
         {"pipeline_model_parallel_size": 2},
         {"context_parallel_size": 2},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ]
     runs = []
     for number, layout in enumerate(layouts):
