@@ -13,6 +13,7 @@ from ..device.group import Group
 from ..dtypes import LEVELS, StorageDtype
 from ..nn.conv1d import FP8Conv1D
 from ..nn.module import NO_TENSOR_PARALLELISM
+from ..nn.scaled_module import ScaledModule
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
 from .data_parallel import ModelHook, Replication
@@ -158,10 +159,10 @@ def delayed_scales(model: torch.nn.Module, device: torch.device) -> list[AmaxHis
     """The delayed scales of a model's FP8 layers, ready for the first step."""
     layers: dict[AmaxHistory, dict[str, list[int]]] = {}
     for name, module in model.named_modules():
-        quantizers = getattr(module, "quantizers", None)
-        history = getattr(getattr(quantizers, "input", None), "history", None)
-        if quantizers is not None and history is not None:
-            layers.setdefault(history, {})[name] = list(quantizers.slots())
+        if isinstance(module, ScaledModule):
+            for quantizers in module.all_quantizers():
+                if quantizers.input.history is not None:
+                    layers.setdefault(quantizers.input.history, {}).setdefault(name, []).extend(quantizers.slots())
     for history, slots in layers.items():
         if history.record is None:
             history.name_layers(slots)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ..device.group import Group
 from ..dtypes import LEVELS, STATE_BLOCK, StorageDtype
 from ..kernels import ops
-from ..nn.module import FP8Linear
+from ..nn.scaled_module import ScaledModule
 from ..optimizer.rules.rule import UpdateRule
 from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
@@ -263,7 +263,7 @@ def build_sharded_optimizer(
         OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
     """
     rule = check_optimizer(optimizer)
-    if not any(isinstance(module, FP8Linear) for module in model.modules()):
+    if not any(isinstance(module, ScaledModule) for module in model.modules()):
         raise OptimizerError(
             "fully_shard has sharded the model, and no layer is in FP8: call fp8_megatron.replace_linears(model) "
             "before fully_shard"

@@ -1,4 +1,4 @@
-"""Which linear layers of a model become `FP8Linear`, and how."""
+"""Which linear layers of a model become `FP8Linear`, which experts `FP8Experts`, and how."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from ..nn.recomputed import Recomputations
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe
 from ..quantization.weight_shards import stored_part
-from . import attention, te_modules
+from . import attention, experts, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
+from .experts import FP8Experts, convert_experts, expert_names
 from .heads import language_heads
 from .module_swap import Swap, has_hooks
 from .optimizer import is_sharded
@@ -52,7 +53,7 @@ def replace_linears(
     three modules of Transformer Engine (`te_modules`) hold linear layers. A layer keeps its identity: its name, its
     hooks, and its bias, which stays the same parameter. Its weight is a new parameter, of shape
     [out_features, in_features], with the old one's hooks. Layers that share a weight share the new one. Weights that
-    Transformer Engine splits by rows become one.
+    Transformer Engine splits by rows become one. Experts whose weights have three dimensions become `FP8Experts`.
 
     A layer stays as it is if the filter refuses it, an FP8 GEMM does not take its sizes, it is complex, another kind of
     module has its weight too, a hook waits for a gradient that would have another shape, it is parametrised or patched,
@@ -93,6 +94,11 @@ def replace_linears(
             continue
         if name in stays:
             setattr(module, STAYS, stays[name])
+            continue
+        names = expert_names(module)
+        if names is not None:
+            own = convert_experts(name, module, names, swap)
+            slots[name] = [slot for quantizers in own.quantizers for slot in quantizers.slots()]
             continue
         layers: Mapping[str, FP8Linear]
         if te_kind(module) is not None:
@@ -140,16 +146,17 @@ def build_recipe(recipe: Recipe | RecipeName) -> Recipe:
 
 def is_linear(module: torch.nn.Module) -> bool:
     """Whether `module` is a linear layer: `torch.nn.Linear`, a class derived from it, transformers' ``Conv1D``, or a
-    module with linear weights of its own: `torch.nn.MultiheadAttention`, or Transformer Engine's."""
+    module with linear weights of its own: `torch.nn.MultiheadAttention`, Transformer Engine's, or experts."""
     kinds = (torch.nn.Linear, torch.nn.MultiheadAttention)
-    return isinstance(module, kinds) or _is_conv1d(module) or te_kind(module) is not None
+    is_known = isinstance(module, kinds) or _is_conv1d(module) or te_kind(module) is not None
+    return is_known or expert_names(module) is not None
 
 
 def is_fp8(module: torch.nn.Module) -> bool:
     """Whether `module` is a layer with FP8 weights, or a module that holds such layers as its own parts."""
     if isinstance(module, (FP8LayerNormMLP, FP8MultiheadAttention)):
         return any(is_fp8(child) for child in module.children())
-    return isinstance(module, FP8Linear) and not _is_plain_again(module)
+    return isinstance(module, (FP8Linear, FP8Experts)) and not _is_plain_again(module)
 
 
 def _is_plain_again(module: torch.nn.Module) -> bool:
@@ -206,7 +213,8 @@ def _is_optimized(module: torch.nn.Module, optimized: Container[torch.Tensor]) -
 
 def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The weights of a linear layer that is to become FP8."""
-    names = ["weight"]
+    expert_weights = expert_names(module)
+    names = ["weight"] if expert_weights is None else list(expert_weights)
     if te_kind(module) is not None:
         names = [one for parts in te_weights(module) for one in parts]
     elif isinstance(module, torch.nn.MultiheadAttention):
@@ -228,6 +236,11 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
     """Why this layer stays as it is; None if nothing speaks against FP8."""
     if parametrize.is_parametrized(module):
         return "it is parametrised"
+    names = expert_names(module)
+    if names is not None:
+        if filter is not None and not filter(name, module):
+            return "the filter refuses it"
+        return experts.reason_to_stay(module, names, recipe)
     if te_kind(module) is not None or isinstance(module, torch.nn.MultiheadAttention):
         if filter is not None and not filter(name, module):
             return "the filter refuses it"

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..nn.module import FP8Linear
+from ..nn.scaled_module import ScaledModule
 from .replica_hooks import MeetsForState
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -28,7 +28,7 @@ def plain_model(model: Model) -> Model:
             hook.meet("plain_model(model)")
     memo: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, FP8Linear):
+        if isinstance(module, ScaledModule):
             module.copy_as_plain(memo, here=False)
     copied = copy.deepcopy(model, memo)
     # The FP8 optimizer of several ranks tells torch's DDP what it reduces itself; nobody does so for the copy.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..nn.module import FP8Linear
+from ..nn.scaled_module import ScaledModule
 from ..quantization.scaled_tensor import ScaledTensor
 from .data_parallel import ModelHook, ReplicaError, Replication
 from .gradients import ParamGrad, ReadableGradBuffer
@@ -31,7 +32,7 @@ def allow_ddp(model: torch.nn.Module, buffers: Sequence[ReadableGradBuffer], rep
         buffers: the gradients of all trained parameters.
         replication: follows DDP's ``no_sync``; None: there is one replica.
     """
-    layers = [module for module in model.modules() if isinstance(module, (FP8Linear, FP8LayerNormMLP))]
+    layers = [module for module in model.modules() if isinstance(module, (ScaledModule, FP8LayerNormMLP))]
     owned = {param for layer in layers for param in layer.parameters()}
     free = [grad for buffer in buffers for grad in buffer.gradients if grad.param not in owned]
     if not free:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..nn.module import FP8Linear
+from ..nn.scaled_module import ScaledModule
 from ..quantization.weight_shards import stored_part
+from .experts import expert_names
 
-#: Attribute of a linear layer that stayed as it was: the reason.
+#: Attribute of a linear layer, or of experts, that stayed as it was: the reason.
 STAYS = "_fp8_megatron_stays"
 #: Modules whose parameters are looked up, or multiplied element by element.
 _NO_PRODUCTS = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.LayerNorm, torch.nn.RMSNorm)
@@ -24,10 +25,12 @@ class OtherMatrix(NamedTuple):
 
     Attributes:
         kind: the module's class.
+        reason: why experts stay; None: it is a matrix of another kind.
     """
 
     kind: str
     shape: torch.Size
+    reason: str | None
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,12 @@ class LinearReport:
     """The linear layers of a model. ``str`` is one line.
 
     Attributes:
-        fp8: names of the FP8 layers.
+        fp8: names of the FP8 layers. The experts of a layer count as one.
         stays: name → reason of the others. A layer that nobody has looked at has the reason "".
         fp8_parameters, parameters: elements of FP8 layers' weights, and of all parameters.
         others: name → parameter, of those that may be multiplied, with two or more dimensions above 1, and that no
-            linear layer, embedding or norm holds: experts, convolutions, weights of ``einsum``. They stay as they are.
+            linear layer, embedding or norm holds: convolutions, weights of ``einsum``, experts that no FP8 layer
+            replaces. They stay as they are.
         matrices: elements of all parameters that may be multiplied: those of linear layers, and `others`.
     """
 
@@ -65,13 +69,14 @@ class LinearReport:
         for name, reason in self.stays.items():
             names_of[reason].append(name)
         kept = [f"{_listed(names)} ({reason})" if reason else _listed(names) for reason, names in names_of.items()]
-        others_of: dict[tuple[str, int], list[str]] = defaultdict(list)
+        others_of: dict[tuple[str, int, str | None], list[str]] = defaultdict(list)
         for name, one in self.others.items():
-            others_of[one.kind, len(one.shape)].append(name)
-        for (kind, ndim), names in others_of.items():
+            others_of[one.kind, len(one.shape), one.reason].append(name)
+        for (kind, ndim, cause), names in others_of.items():
             numel = sum(self.others[name].shape.numel() for name in names)
+            why = f"{kind} is no torch.nn.Linear" if cause is None else f"{kind}, because {cause}"
             kept.append(
-                f"{_listed(names)} ({kind} is no torch.nn.Linear: {numel:,} parameters with {ndim} dimensions, "
+                f"{_listed(names)} ({why}: {numel:,} parameters with {ndim} dimensions, "
                 f"{100.0 * numel / self.matrices:.1f}% of all matrices)"
             )
         return line if not kept else f"{line}; unchanged: {', '.join(kept)}"
@@ -82,20 +87,27 @@ def report(model: torch.nn.Module) -> LinearReport:
     fp8, stays = [], {}
     weights: dict[torch.Tensor, int] = {}
     linear: dict[torch.Tensor, int] = {}
-    others: dict[torch.Tensor, tuple[str, str]] = {}
+    others: dict[torch.Tensor, tuple[str, str, str | None]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, FP8Linear) and stored_part(module.weight) is not None:
+        held = [getattr(module, each) for each in module.scaled_names] if isinstance(module, ScaledModule) else []
+        is_experts = expert_names(module) is not None
+        if held and all(stored_part(weight) is not None for weight in held):
             fp8.append(name)
-            weights[module.weight] = module.weight.numel()
-        elif isinstance(module, torch.nn.Linear) or hasattr(module, STAYS):
+            weights.update({weight: weight.numel() for weight in held})
+        elif isinstance(module, torch.nn.Linear) or (hasattr(module, STAYS) and not is_experts):
             stays[name] = getattr(module, STAYS, "")
             linear.update({param: param.numel() for param in module.parameters() if _is_matrix(param)})
         elif isinstance(module, _NO_PRODUCTS):
             linear = dict.fromkeys(module.parameters(recurse=False), 0) | linear
         else:
             own = module.named_parameters(name, recurse=False)
-            others.update({param: (key, type(module).__name__) for key, param in own if _is_matrix(param)})
-    named = {key: OtherMatrix(kind, param.shape) for param, (key, kind) in others.items() if param not in linear}
+            facts = type(module).__name__, getattr(module, STAYS, None) if is_experts else None
+            others.update({param: (key, *facts) for key, param in own if _is_matrix(param)})
+    named = {
+        key: OtherMatrix(kind, param.shape, reason)
+        for param, (key, kind, reason) in others.items()
+        if param not in linear
+    }
     return LinearReport(
         tuple(fp8),
         stays,

@@ -20,9 +20,9 @@ class FP8Conv1D(FP8Linear):
     def _offer_products(self) -> None:
         """Offer none: code that reads the weight expects GPT-2's, which is transposed."""
 
-    def plain_weight(self, *, here: bool = False) -> Tensor:
-        """The weight [in_features, out_features] (`FP8Linear.plain_weight`)."""
-        return super().plain_weight(here=here).t().contiguous()
+    def plain_weight(self, name: str = "weight", *, here: bool = False) -> Tensor:
+        """The weight [in_features, out_features] (`ScaledModule.plain_weight`)."""
+        return super().plain_weight(name, here=here).t().contiguous()
 
     def plain_class(self) -> type[torch.nn.Module]:
         """See `FP8Linear.plain_class`."""

@@ -145,14 +145,17 @@ class _FP8Experts(torch.autograd.Function):
         )
         cast = fc1.quantizers.grad_output.quantize(source)
         del source
-        grad_weight2 = _deliver(rows.t, cast.activation.t, fc2, dtype, offsets)
+        _, _, needs_grad1, needs_grad2, *_ = ctx.needs_input_grad
+        grad_weight2 = _deliver(rows.t, cast.activation.t, fc2, dtype, offsets) if needs_grad2 else None
         del rows
         tokens = fc1.parallelism.gather(Quantized(payload, None, scale, fc1.quantizers.input.format))
         grad_rows = cast.operand.multiply_groups(transposed_weight(fc1), offsets)
         grad_x = fc1.parallelism.start_grad_sum(Computed(ops.sum_rows(grad_rows, groups.rows)))
         del grad_rows
-        columns = tokens.whole().gather(groups, rowwise=False, transposed=True).t
-        grad_weight1 = _deliver(cast.operand.t, columns, fc1, dtype, offsets)
+        grad_weight1 = None
+        if needs_grad1:
+            columns = tokens.whole().gather(groups, rowwise=False, transposed=True).t
+            grad_weight1 = _deliver(cast.operand.t, columns, fc1, dtype, offsets)
         grad_probs = _probs_of_tokens(cast.grad_probs, groups, ctx.probs_shape)
         return grad_x.wait(), grad_probs, grad_weight1, grad_weight2, *[None] * 5
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..dtypes import STATE_BLOCK, StorageDtype
+from ..dtypes import StorageDtype
 from ..errors import UserError
-from ..kernels import ops
 from ..quantization.recipe import LinearQuantizers, Recipe
-from ..quantization.scaled_tensor import ScaledTensor, notes_of
-from ..quantization.weight_shards import plain_copy, stored_part
+from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.weight_shards import stored_part
 from ..quantization.weight_views import Home
 from .compiled import compiled_linear, new_token
 from .gemms import LinearParams
 from .linear import fp8_linear
 from .operands import as_rows
 from .recomputed import Recomputations
+from .scaled_module import ScaledModule, stored
 from .shared_cast import InputSharing
 
 #: What to do instead of torch's tensor parallelism.
@@ -34,15 +31,12 @@ NO_TENSOR_PARALLELISM = (
 DEFAULT_RECIPE = Recipe("tensorwise", power_of_two=False)
 
 
-class FP8Linear(torch.nn.Linear):
+class FP8Linear(ScaledModule, torch.nn.Linear):
     """y = x·Wᵀ + b with all three GEMMs in FP8 and W at rest in FP8, or in FP16 with block scales.
 
     The weight has no other copy. Its gradient goes to ``weight.main_grad`` if that exists (`sharding` sets it and
     `optimizer` reads it), otherwise to ``weight.grad`` in the output's dtype. torch's own optimizers cannot update an
     FP8 weight: `ScaledTensor` raises an error if they compute with it.
-
-    ``state_dict`` holds the weight as a plain tensor in `weight_dtype`, and takes plain tensors. The layer follows
-    ``.to(device)``. A cast such as ``.half()`` changes the bias and `weight_dtype`, not how the weight is stored.
 
     Example:
         >>> recipe = Recipe("tensorwise", power_of_two=False)
@@ -60,26 +54,27 @@ class FP8Linear(torch.nn.Linear):
         weight: how the weight is stored, fp8 or fp16.
 
     Attributes:
-        name: in the model, for errors.
-        weight_dtype: of the weight in a state dict.
         recomputations: finds inputs made by GELU, SiLU or a product, which backward computes again (`recomputed`);
             None: inputs are kept.
         scales_grad_rows: whether each row of the output's gradient has a scale of its own (`row_scaled`). The head of
             a language model needs it. Not for recipes whose blocks have scales within a row.
-        home: mark that its own weight has, too; None if the layer is a copy with a plain weight.
 
     Raises:
         ValueError: an FP8 GEMM does not take this size.
     """
 
+    fp8_attributes: ClassVar = ScaledModule.fp8_attributes | {
+        "token",
+        "sharing",
+        "recomputations",
+        "scales_grad_rows",
+        "_row_multiple",
+    }
     weight: ScaledTensor
     quantizers: LinearQuantizers
-    weight_dtype: torch.dtype
-    name: str
     token: Tensor
     sharing: InputSharing
     recomputations: Recomputations | None = None
-    home: Home | None = None
     scales_grad_rows: bool = False
 
     def __init__(
@@ -178,16 +173,6 @@ class FP8Linear(torch.nn.Linear):
             raise ValueError(f"{self.name}: the input's last size is not {self.in_features}: {tuple(x.shape)}")
 
     @property
-    def evaluates(self) -> bool:
-        """Whether a forward now does not train the layer: after ``eval()``, without gradients or with a frozen weight.
-        It and its backward leave no amax behind.
-        """
-        if self.training:
-            return False
-        weight = self._parameters.get("weight")
-        return not torch.is_grad_enabled() or (weight is not None and not weight.requires_grad)
-
-    @property
     def quantizers_now(self) -> LinearQuantizers:
         """The quantisers of a forward now."""
         return self.quantizers if self.training or not self.evaluates else self.quantizers.evaluating()
@@ -277,48 +262,13 @@ class FP8Linear(torch.nn.Linear):
                 f"{self.name}: torch.export takes no FP8 layer: export fp8_megatron.any_model.plain_model(model)"
             )
 
-    def plain_weight(self, *, here: bool = False) -> Tensor:
-        """The weight as a plain tensor of `weight_dtype`; a new copy. Under ``fully_shard`` this rank's rows, as a
-        ``DTensor``.
-
-        Args:
-            here: no other rank is asked (`WeightOwner.value_here`). Otherwise every replica calls it.
-        """
-        return plain_copy(self.weight, self.weight_dtype, here=here)
+    def all_quantizers(self) -> tuple[LinearQuantizers, ...]:
+        """See `ScaledModule.all_quantizers`."""
+        return (self.quantizers,)
 
     def plain_class(self) -> type[torch.nn.Module]:
         """The class that a copy has whose weight is plain. One of this class multiplies in 16 bits then."""
         return torch.nn.Linear
-
-    def copy_as_plain(self, memo: dict[int, Any], *, here: bool = True) -> None:
-        """Make a `copy.deepcopy` with this memo put a plain weight, with the master's value, into the layer's copy.
-
-        Args:
-            here: see `plain_weight`.
-        """
-        weight: Any = self._parameters["weight"]
-        if id(weight) not in memo:
-            plain = torch.nn.Parameter(self.plain_weight(here=here), weight.requires_grad)
-            memo[id(weight)] = plain
-            if not hasattr(weight, "_local_tensor"):
-                plain.__dict__.update(copy.deepcopy(notes_of(weight, for_plain=True), memo))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """A layer of its own. That of a layer in training is plain: no optimizer would keep its master weight."""
-        weight: Any = self._parameters.get("weight")
-        if isinstance(weight, ScaledTensor) and weight.owner is not None:
-            self.copy_as_plain(memo)
-        kind: type[torch.nn.Module] = type(self)
-        state, its_weight = self.__dict__, memo.get(id(weight), weight)
-        if its_weight is not None and stored_part(its_weight) is None:
-            kind = self.plain_class()
-            state = {key: value for key, value in state.items() if key != "home"}
-        if not issubclass(kind, FP8Linear):
-            state = {key: value for key, value in state.items() if key not in _FP8_ATTRIBUTES}
-        copied = kind.__new__(kind)
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(state, memo))
-        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -341,69 +291,6 @@ class FP8Linear(torch.nn.Linear):
             f"fp8_megatron.any_model.plain_model(model)"
         )
 
-    def __prepare_scriptable__(self) -> torch.nn.Module:
-        """What ``torch.jit.script`` asks for in place of the layer.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(
-            f"{self.name}: torch.jit.script takes no FP8 layer: script fp8_megatron.any_model.plain_model(model)"
-        )
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars and stored_part(self.weight) is not None:
-            destination[prefix + "weight"] = self.plain_weight()
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
-    ) -> None:
-        # `assign` would put a plain weight in place of this one, so its values are copied. On the meta device there is
-        # no memory for them yet.
-        values, assigns = state_dict.get(prefix + "weight"), local_metadata.get("assign_to_params_buffers")
-        if assigns and isinstance(values, Tensor) and self.weight.is_meta and not values.is_meta:
-            self.to_empty(device=values.device, recurse=False)
-        with nullcontext() if self.home is None else self.home.loading():
-            super()._load_from_state_dict(
-                state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *others
-            )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
-        weight: Any = self._parameters["weight"]
-        part = stored_part(weight)
-        if part is None:
-            super()._apply(fn, recurse)
-            return self
-        with torch.no_grad():
-            example = fn(torch.empty(0, dtype=self.weight_dtype, device=weight.device))
-        self.weight_dtype = example.dtype
-        if part is not weight and example.device != weight.device:
-            super()._apply(fn, recurse)  # torch moves a DTensor's part
-            return self
-        del self._parameters["weight"]
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._parameters = {"weight": weight, **self._parameters}
-        if example.device != weight.device:
-            self._move(weight, example.device)
-        return self
-
-    def _move(self, weight: ScaledTensor, device: torch.device) -> None:
-        """Move the weight; it stays the same parameter."""
-        history = self.quantizers.input.history
-        if hasattr(weight, "main_grad") or (history is not None and history.record is not None):
-            raise RuntimeError(
-                f"{self.name}: its optimizer or its delayed scales are on {weight.device}; move the model to "
-                f"{device} before its layers become FP8"
-            )
-        value = weight.detach()
-        value = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
-        moved = torch.nn.Parameter(value, weight.requires_grad)
-        moved.home = self.home  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(weight, moved)  # optimizers and tied layers know this parameter
-
     def extra_repr(self) -> str:
         """Sizes and casts."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -411,10 +298,6 @@ class FP8Linear(torch.nn.Linear):
         return f"{sizes}, {self.quantizers}{rows}"
 
 
-#: Attributes of an `FP8Linear` that a plain layer does not have.
-_FP8_ATTRIBUTES = frozenset(
-    "quantizers weight_dtype name token sharing recomputations home scales_grad_rows _row_multiple".split()
-)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -426,18 +309,3 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def _linear_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def stored(value: Tensor, storage: StorageDtype) -> ScaledTensor:
-    """A weight [N, K] at rest: E4M3 with one scale, or FP16 with a scale for each `STATE_BLOCK` elements.
-
-    It advertises the dtype of `value`.
-    """
-    value = value.detach().contiguous()
-    if storage is StorageDtype.FP8:
-        return ScaledTensor.quantize(value, dtype=value.dtype)
-    assert storage is StorageDtype.FP16, storage
-    payload = torch.empty(value.numel(), dtype=torch.float16, device=value.device)
-    scales = torch.empty(value.numel() // STATE_BLOCK, device=value.device)
-    ops.quantize_blockwise_(value.reshape(-1), payload, scales)
-    return ScaledTensor(payload.view(value.shape), scales, dtype=value.dtype)

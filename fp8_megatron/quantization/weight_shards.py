@@ -2,7 +2,8 @@
 
 ``fully_shard`` cuts a weight by rows and gathers it before each use. It asks the part what to send
 (``fsdp_pre_all_gather``) and to make the weight of what arrived (``fsdp_post_all_gather``). An E4M3 weight sends one
-byte an element. Its one scale is the same on all ranks, so it does not travel.
+byte an element. Its one scale is the same on all ranks, so it does not travel. The matrices of experts are whole on a
+rank, and their scales travel with them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import FP8_DTYPES
+from ..errors import UserError
 from .weight_views import is_scaled
 
 if TYPE_CHECKING:
@@ -51,28 +53,37 @@ def gather_inputs(shard: ScaledTensor, mesh: DeviceMesh, outer_size: torch.Size)
 
     Returns:
         (payload [rows, …] as bytes or FP16, scales FP32 if they differ between ranks), and what `Gathered.whole` needs.
+
+    Raises:
+        UserError: the ranks do not share the matrices of experts evenly.
     """
     agree_on_scale_(shard, mesh.get_group())
     payload, ranks = shard.payload, mesh.size()
     num_rows = -(-outer_size[0] // ranks)
+    if len(outer_size) == 3 and outer_size[0] % ranks:
+        raise UserError(
+            f"{shard.layer_name} has {outer_size[0]} experts, which {ranks} ranks do not share evenly: use a number of "
+            f"ranks that divides it, or keep the experts out of replace_linears with its filter"
+        )
     if payload.shape[1:] == outer_size[1:] and payload.shape[0] < num_rows:
         payload = payload.new_zeros(num_rows, *outer_size[1:])
         payload[: shard.shape[0]].copy_(shard.payload)
     # Bytes: gloo takes no float8.
     sent = payload.view(torch.uint8) if payload.dtype in FP8_DTYPES else payload
-    if shard.scale.numel() == 1 or ranks == 1:
+    if (shard.scale.numel() == 1 and len(outer_size) == 2) or ranks == 1:
         return (sent,), Gathered(outer_size, payload.dtype, shard.scale)
-    return (sent, shard.scale), Gathered(outer_size, payload.dtype, None)
+    return (sent, shard.scale.contiguous()), Gathered(outer_size, payload.dtype, None)
 
 
 def agree_on_scale_(shard: ScaledTensor, group: torch.distributed.ProcessGroup) -> None:
-    """Bring the shards of an FP8 weight to one scale, if plain values were written to them; else do nothing.
+    """Bring the shards of an FP8 weight to one scale, if plain values were written to them; else do nothing. Experts
+    keep their own scales.
 
     Called by every rank of `group`. The largest scale is taken. All of them are powers of two, so a value changes only
     where it becomes subnormal.
     """
     part = shard.part
-    if part is None or not part.scales_alone:
+    if part is None or not part.scales_alone or shard.dim() == 3:
         return
     part.scales_alone = False
     tiny = torch.finfo(torch.float32).tiny
