@@ -43,7 +43,7 @@ def assert_megatrons_weights(reader: WeightReader, run: Path, num_places: int, *
     states = load_file(run / "states.safetensors")
     found = list(places(reader.shapes))
     assert len(found) == num_places == sum(name.startswith("weight/") for name in states)
-    for key, layer in found:
+    for key, layer, _ in found:
         value, expected = reader.read(key, layer), states[f"weight/{name_in_model(key, layer)}"].float()
         if "word_embeddings" in key or "output_layer" in key:
             value, expected = value[:VOCAB_SIZE], expected[:VOCAB_SIZE]
