@@ -53,6 +53,10 @@ PUBLISHED = {
     # arXiv 2407.21783, table 3; 8,000 steps
     "llama_8b": Published(3e-4, 0.01, 4e6, 15e12, 8000 * 2**22, 15e12, init=0.0134, epsilon=1e-5),
     "llama_70b": Published(1.5e-4, 0.01, 4e6, 15e12, 8000 * 2**22, 15e12, init=0.007, epsilon=1e-5),
+    # Megatron-LM's examples/mixtral: steps of 256 sequences of 4,096 tokens
+    "mixtral_8x7b": Published(1e-4, 0.1, 2**20, 500_000 * 2**20, 500 * 2**20, 320_000 * 2**20, init=0.01),
+    # arXiv 2505.09388, section 3.1: tokens alone
+    "qwen3_30b_a3b": Published(3e-4, 0.1, 4e6, 36e12, 2000 * 2**22, 36e12),
 }
 
 

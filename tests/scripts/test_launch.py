@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.config.checks import check_config
+from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
-#: Recipe → the smallest number of GPUs that its layout divides evenly: tensor × pipeline size.
+#: Recipe → the smallest number of GPUs that its layout divides evenly: tensor × pipeline size, or that of experts.
 RECIPES = {
     "gpt_345m": 1,
     "gpt_1.3b": 1,
@@ -25,6 +25,8 @@ RECIPES = {
     "llama_7b": 1,
     "llama_8b": 1,
     "llama_70b": 8,
+    "mixtral_8x7b": 8,
+    "qwen3_30b_a3b": 8,
 }
 MODES = ("bf16", "te", "fp8")
 
@@ -67,9 +69,14 @@ def test_each_recipe_and_precision_is_a_run_that_its_smallest_layout_takes(
     assert words[:3] == ["-m", "fp8_megatron.cli", "train"]
     config = parse_config([*flags_after_the_launcher(words), "--tokenizer-model", "tokenizer.model"])
     assert config.precision.precision == (mode or "fp8")
+    if mode == "te" and config.model.num_experts is not None:
+        with pytest.raises(ConfigError, match="choose --precision fp8 or bf16"):
+            check_config(config, RECIPES[recipe])
+        return
     check_config(config, RECIPES[recipe])
-    layout = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    assert layout == RECIPES[recipe]
+    parallel = config.parallel
+    layout = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    assert max(layout, parallel.expert_model_parallel_size) == RECIPES[recipe]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
