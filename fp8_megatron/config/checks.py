@@ -239,7 +239,7 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
     if training.recompute_granularity is not None and not saves_none:
         yield (
             f"{name} cannot record recompute_granularity({training.recompute_granularity}), which saves the state of "
-            f"random generators (FP8 layers with --recompute-modules mlp do not); drop one"
+            f"random generators (FP8 layers with --recompute-modules mlp moe do not); drop one"
         )
     if training.cpu_offloading_num_layers:
         count = training.cpu_offloading_num_layers

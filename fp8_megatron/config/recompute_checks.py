@@ -9,13 +9,9 @@ from ..storage import FP8_GEMM_MULTIPLE
 from .schema import Config
 from .words import shortened
 
-_MODULES = ("core_attn", "mlp", "layernorm", "moe_act")
+_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
 #: Megatron's other modules, which no model here has, and why.
-_MISSING = {
-    "moe": "experts are not computed again",
-    "shared_experts": "experts are not computed again",
-    "mla_up_proj": "there is no multi-latent attention",
-}
+_MISSING = {"mla_up_proj": "there is no multi-latent attention"}
 
 
 def recompute_module_problems(config: Config) -> Iterator[str]:
@@ -38,11 +34,13 @@ def recompute_module_problems(config: Config) -> Iterator[str]:
         yield "recompute_modules(layernorm) has no effect alone: FP8 layers recompute norms anyway; drop it"
     elif set(modules) == {"moe_act"} and config.precision.is_fp8:
         yield "recompute_modules(moe_act) has no effect alone: FP8 experts recompute the activation anyway; drop it"
-    if "moe_act" in modules and not config.precision.is_fp8:
-        kept_by = config.precision.precision
-        yield f"recompute_modules(moe_act): experts of precision({kept_by}) keep their activations; drop it"
-    if "moe_act" in modules and config.model.num_experts is None:
-        yield "recompute_modules(moe_act) is for experts, of which there are none; drop it, or give --num-experts"
+    for module in ("moe", "moe_act", "shared_experts"):
+        if module in modules and config.model.num_experts is None:
+            yield f"recompute_modules({module}) is for experts, of which there are none; drop it, or give --num-experts"
+    if "shared_experts" in modules and config.model.moe_shared_expert_intermediate_size is None:
+        yield (
+            "recompute_modules(shared_experts): there is none; drop it, or give --moe-shared-expert-intermediate-size"
+        )
 
 
 def offload_problems(config: Config) -> Iterator[str]:

@@ -198,8 +198,9 @@ class TrainingConfig:
     recompute_modules: tuple[str, ...] = ()
     """Parts of a layer that selective recomputation covers, by default core_attn. core_attn: softmax(QKᵀ)·V. mlp: in
     FP8 layers the GEMM before the activation function, which has the largest output of a layer; otherwise the whole
-    MLP. layernorm: norms under --precision te. moe_act: activations of experts. FP8 layers always recompute norms and
-    those activations; 16-bit layers never do."""
+    MLP. moe: likewise of the experts, and the shared expert; not the router. moe_act: activations of experts.
+    shared_experts: the shared expert. layernorm: norms under --precision te. FP8 layers always recompute norms and
+    activations of experts."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Which layers full recomputation covers; see --recompute-num-layers."""
     recompute_num_layers: LayersOrZero | None = None

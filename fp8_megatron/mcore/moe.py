@@ -23,7 +23,7 @@ from ..activation_functions import Activation
 from ..config.moe import LOSSES, reported_losses
 from ..device.group import Group
 from ..dtypes import E4M3
-from ..nn.experts import exchange_choices, experts, fp8_experts, grouped_by_expert
+from ..nn.experts import exchange_choices, experts, fp8_experts, grouped_by_expert, recomputed
 from ..nn.gemms import LinearParams
 from ..nn.links import LinearLinks
 from ..nn.parallelism import LOCAL, Local, SequenceColumn, SequenceRow
@@ -246,7 +246,8 @@ class Experts(torch.nn.Module):
             fc2.early_cast.expect(self.linear_fc2.quantizers.grad_output, transposed=False)
         #: Modules whose parameters the forward reads without calling them.
         self.reads_weights_of = (self.linear_fc1, self.linear_fc2)
-        self.is_fp8 = recipe is not None
+        self.is_fp8, modules = recipe is not None, _recomputed_modules(config)
+        self.recomputes, self.recomputes_activation = "moe" in modules, "moe_act" in modules
 
     def forward(self, x: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
         """[T, H] → [T, H]; probabilities FP32 [T, E], routing map bool [T, E]."""
@@ -255,10 +256,16 @@ class Experts(torch.nn.Module):
             probs, routing_map = exchange_choices(probs, routing_map, ranks, self.num_parts)
         groups = grouped_by_expert(routing_map, self.top_k)
         if self.is_fp8:
-            return fp8_experts(x, probs, groups, fc1.linear_params(), fc2.linear_params(), self.activation)
-        if ranks is not None:
-            x = gather_from_sequence_parallel_region(x, group=ranks)
-        output = experts(x, probs, groups, fc1.weight, fc2.weight, self.activation)
+            params = (fc1.linear_params(), fc2.linear_params())
+            return fp8_experts(x, probs, groups, *params, self.activation, recomputes=self.recomputes)
+
+        def in_16_bits(x: Tensor, probs: Tensor) -> Tensor:
+            if ranks is not None:
+                x = gather_from_sequence_parallel_region(x, group=ranks)
+            weights, again = (fc1.weight, fc2.weight), self.recomputes_activation and not self.recomputes
+            return experts(x, probs, groups, *weights, self.activation, recomputes_activation=again)
+
+        output = recomputed(in_16_bits, x, probs) if self.recomputes else in_16_bits(x, probs)
         return output if ranks is None else reduce_scatter_to_sequence_parallel_region(output, group=ranks)
 
 
@@ -275,10 +282,14 @@ class SharedExpert(MLP):
             weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=_device(config))
             self.gate_weight = torch.nn.Parameter(weight)
             self.gate_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.recomputes = bool({"moe", "shared_experts"} & _recomputed_modules(config))
 
     def forward(self, hidden_states: Tensor, *unused: Any, **others: Any) -> Tensor:
         """[s, b, H] → [s, b, H]."""
-        output, _ = super().forward(hidden_states)
+        return recomputed(self._forward, hidden_states) if self.recomputes else self._forward(hidden_states)
+
+    def _forward(self, hidden_states: Tensor) -> Tensor:
+        output: Tensor = super().forward(hidden_states)[0]
         if self.config.moe_shared_expert_gate:
             output = output * torch.sigmoid(torch.nn.functional.linear(hidden_states, self.gate_weight))
         return output
@@ -330,6 +341,10 @@ class MixtureOfExperts(MegatronModule):
 def routers_of(module: torch.nn.Module) -> list[Router]:
     """The routers of a model chunk."""
     return [child for child in module.modules() if isinstance(child, Router)]
+
+
+def _recomputed_modules(config: TransformerConfig) -> set[str]:
+    return set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
 
 
 def _device(config: TransformerConfig) -> torch.device | int:

@@ -211,8 +211,10 @@ def _dtypes(config: Config) -> dict[str, Any]:
 
 def _recomputed_modules(config: Config) -> list[str]:
     """megatron-core's parts to recompute. It recomputes norms only of Transformer Engine's layers, and no MLPs in
-    chunks, which do so themselves."""
-    ours = {"moe_act"} if config.precision.precision == "te" else {"layernorm", "moe_act"}
+    chunks, which do so themselves. FP8 experts recompute their activation anyway."""
+    ours = set() if config.precision.precision == "te" else {"layernorm"}
+    if config.precision.is_fp8:
+        ours.add("moe_act")
     if config.training.mlp_chunks_for_training > 1:
         ours.add("mlp")
     return [module for module in config.training.recomputed_modules if module not in ours]
@@ -251,6 +253,7 @@ def expert_settings(config: Config) -> dict[str, Any]:
     has_experts = [int(layer in model.expert_layers) for layer in range(model.num_layers)]
     return {
         "num_moe_experts": model.num_experts,
+        "moe_grouped_gemm": True,
         "moe_layer_freq": has_experts,
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
         # A list of one loss is what its name alone is.

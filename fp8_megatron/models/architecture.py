@@ -155,8 +155,11 @@ class Architecture(Protocol):
             layer: counted over the whole model.
         """
 
-    def recomputed_mlp_bytes(self, config: Config, layer: int) -> float:
-        """Bytes that exist of each token while --recompute-modules mlp computes a layer's MLP again, on one rank."""
+    def recomputed_bytes(self, config: Config, layer: int) -> float:
+        """Bytes that exist of each token while a layer's parts of --recompute-modules are computed again, on one rank.
+
+        Attention's scores and MLPs in chunks are not among them.
+        """
 
     def forward_bytes(self, config: Config, layer: int) -> int:
         """The most that a layer's forward holds of a micro-batch if nothing is kept for backward, on one rank."""

@@ -6,7 +6,8 @@ that is made, before its cast. So an expert's output is summed as it is, and the
 the gradient of the token, cast once. Each GEMM is one launch for all experts, and no host waits for the counts of
 tokens (`kernels.grouped`).
 
-Forward keeps the tokens in FP8, fc1's output z in 16 bits, and where rows lie.
+Forward keeps the tokens in FP8, fc1's output z in 16 bits, and where rows lie. With `recomputes` it does not keep z,
+and backward begins with z's GEMM.
 
 Ranks that share the experts, each with other tokens, gather the tokens in FP8, as under sequence parallelism (fc1 is a
 `SequenceColumn`), and each adds what its experts give to the others' (fc2 is a `SequenceRow`). So all sizes are known
@@ -15,11 +16,13 @@ to the host. Of the probabilities and the choice of experts each rank gets the c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+from torch.utils.checkpoint import checkpoint
 
 from ..activation_functions import Activation
 from ..device.group import Group
@@ -84,7 +87,14 @@ def grouped_by_expert(routing_map: Tensor, top_k: int) -> Groups:
 
 
 def fp8_experts(
-    x: Tensor, probs: Tensor, groups: Groups, fc1: LinearParams, fc2: LinearParams, activation: Activation
+    x: Tensor,
+    probs: Tensor,
+    groups: Groups,
+    fc1: LinearParams,
+    fc2: LinearParams,
+    activation: Activation,
+    *,
+    recomputes: bool = False,
 ) -> Tensor:
     """Σ_e p_e · fc2_e(activation(fc1_e(x))) over each token's experts, in FP8; the weight gradients go to their
     ``main_grad``.
@@ -95,12 +105,13 @@ def fp8_experts(
             experts, as `groups` (`exchange_choices`).
         fc1, fc2: weights [E, Z, H] and [E, H, F], without biases.
         activation: between both GEMMs.
+        recomputes: compute fc1's output again in backward, bit for bit, instead of keeping it.
 
     Returns:
         BF16 [T, H].
     """
     output: Tensor = _FP8Experts.apply(
-        x, probs, fc1.weight, fc2.weight, groups, fc1, fc2, activation, torch.is_grad_enabled()
+        x, probs, fc1.weight, fc2.weight, groups, fc1, fc2, activation, recomputes, torch.is_grad_enabled()
     )
     return output
 
@@ -117,15 +128,17 @@ class _FP8Experts(torch.autograd.Function):
         fc1: LinearParams,
         fc2: LinearParams,
         activation: Activation,
+        recomputes: bool,
         needs_backward: bool,
     ) -> Tensor:
         tokens = fc1.quantizers.input.quantize(TensorSource(x), sync=fc1.parallelism.sync)
-        z = fc1.parallelism.gather(tokens).whole().gather(groups).multiply_groups(weight_operand(fc1), groups.offsets)
+        z = _fc1_output(tokens, fc1, groups)
         row_probs = probs_of_rows(probs, groups)
         hidden = fc2.quantizers.input.quantize(ExpertActivationSource(z, row_probs, groups.offsets, activation))
         y = hidden.multiply_groups(weight_operand(fc2), groups.offsets)
         if needs_backward:
-            ctx.save_for_backward(tokens.payload, tokens.scale, z, row_probs, hidden.scale, *groups)
+            kept = None if recomputes else z
+            ctx.save_for_backward(tokens.payload, tokens.scale, kept, row_probs, hidden.scale, *groups)
             ctx.fc1, ctx.fc2, ctx.activation, ctx.probs_shape = fc1, fc2, activation, probs.shape
         return fc2.parallelism.sum(Computed(ops.sum_rows(y, groups.rows)))
 
@@ -135,6 +148,9 @@ class _FP8Experts(torch.autograd.Function):
         payload, scale, z, row_probs, hidden_scale, *routed = ctx.saved_tensors
         fc1, fc2, groups = ctx.fc1, ctx.fc2, Groups(*routed)
         dtype, offsets = grad_output.dtype, groups.offsets
+        own_tokens = Quantized(payload, None, scale, fc1.quantizers.input.format)
+        if z is None:  # before the gradient is gathered: a gather may reuse the memory of the one before
+            z = _fc1_output(own_tokens, fc1, groups, recomputes=True)
         grad = fc2.cast_grad(grad_output.contiguous(), transposed=False)[0].whole()
         rows = grad.gather(groups, transposed=True)
         source = ExpertActivationGradSource(
@@ -148,7 +164,7 @@ class _FP8Experts(torch.autograd.Function):
         _, _, needs_grad1, needs_grad2, *_ = ctx.needs_input_grad
         grad_weight2 = _deliver(rows.t, cast.activation.t, fc2, dtype, offsets) if needs_grad2 else None
         del rows
-        tokens = fc1.parallelism.gather(Quantized(payload, None, scale, fc1.quantizers.input.format))
+        tokens = fc1.parallelism.gather(own_tokens)
         grad_rows = cast.operand.multiply_groups(transposed_weight(fc1), offsets)
         grad_x = fc1.parallelism.start_grad_sum(Computed(ops.sum_rows(grad_rows, groups.rows)))
         del grad_rows
@@ -157,7 +173,13 @@ class _FP8Experts(torch.autograd.Function):
             columns = tokens.whole().gather(groups, rowwise=False, transposed=True).t
             grad_weight1 = _deliver(cast.operand.t, columns, fc1, dtype, offsets)
         grad_probs = _probs_of_tokens(cast.grad_probs, groups, ctx.probs_shape)
-        return grad_x.wait(), grad_probs, grad_weight1, grad_weight2, *[None] * 5
+        return grad_x.wait(), grad_probs, grad_weight1, grad_weight2, *[None] * 6
+
+
+def _fc1_output(tokens: Quantized, fc1: LinearParams, groups: Groups, *, recomputes: bool = False) -> Tensor:
+    """BF16 [R, Z] of this rank's tokens [T, H], and those of the ranks that share its experts."""
+    rows = fc1.parallelism.gather(tokens).whole().gather(groups)
+    return rows.multiply_groups(weight_operand(fc1, recomputes=recomputes), groups.offsets)
 
 
 def _deliver(
@@ -167,13 +189,36 @@ def _deliver(
 
 
 def experts(
-    x: Tensor, probs: Tensor, groups: Groups, weight1: Tensor, weight2: Tensor, activation: Activation
+    x: Tensor,
+    probs: Tensor,
+    groups: Groups,
+    weight1: Tensor,
+    weight2: Tensor,
+    activation: Activation,
+    *,
+    recomputes_activation: bool = False,
 ) -> Tensor:
-    """`fp8_experts` in x's dtype, 16 bits, with plain weights [E, Z, H] and [E, H, F]; autograd gives all gradients."""
+    """`fp8_experts` in x's dtype, 16 bits, with plain weights [E, Z, H] and [E, H, F]; autograd gives all gradients.
+
+    Args:
+        recomputes_activation: backward computes fc2's input again from fc1's output.
+    """
     ends = groups.offsets[1:]
     z = grouped_mm(_GatherRows.apply(x, groups), weight1.mT, offs=ends)
-    hidden = probs_of_rows(probs, groups)[:, None] * unfused.activated(z.float(), activation)
-    output: Tensor = _SumRows.apply(grouped_mm(hidden.to(x.dtype), weight2.mT, offs=ends), groups)
+
+    def fc2(z: Tensor, row_probs: Tensor) -> Tensor:
+        hidden = row_probs[:, None] * unfused.activated(z.float(), activation)
+        return grouped_mm(hidden.to(x.dtype), weight2.mT, offs=ends)
+
+    row_probs = probs_of_rows(probs, groups)
+    y = recomputed(fc2, z, row_probs) if recomputes_activation else fc2(z, row_probs)
+    output: Tensor = _SumRows.apply(y, groups)
+    return output
+
+
+def recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """`function` of `args`, which draws no random numbers. Backward computes again what it reads, and no more."""
+    output: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return output
 
 

@@ -197,11 +197,10 @@ def _recomputed_per_token(config: Config, layers: Sequence[int]) -> float:
     training = config.training
     if not layers:
         return 0.0
-    if "mlp" in training.recomputed_modules and training.mlp_chunks_for_training == 1:
-        return max(architecture_of(config.model).recomputed_mlp_bytes(config, layer) for layer in layers)
+    architecture = architecture_of(config.model)
     if training.recompute_granularity != "full":
-        return 0.0
-    most = max(architecture_of(config.model).kept_bytes(config, layer) for layer in layers)
+        return max(architecture.recomputed_bytes(config, layer) for layer in layers)
+    most = max(architecture.kept_bytes(config, layer) for layer in layers)
     return most if training.recompute_method == "block" else min(training.recompute_num_layers or 1, len(layers)) * most
 
 

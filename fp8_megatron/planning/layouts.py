@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..config.checks import ConfigError, check_config
 from ..config.pipeline_layout import pipeline_layout
-from ..config.schema import Config, ParallelConfig
+from ..config.schema import Config, ModelConfig, ParallelConfig
 from .activations import PeakBytes, predict_peak
 from .memory import padded_vocab_size
 from .speed import H200, GpuRates, StepSeconds, predict_step, why_no_time
@@ -28,12 +28,21 @@ _NONE: Mapping[str, Any] = MappingProxyType(
         "recompute_modules": (),
     }
 )
-#: Settings of what is recomputed: nothing, the MLPs, whole layers.
-RECOMPUTATIONS: tuple[Mapping[str, Any], ...] = (
-    _NONE,
-    MappingProxyType({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
-    MappingProxyType({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-)
+
+
+def recomputations(model: ModelConfig) -> tuple[Mapping[str, Any], ...]:
+    """Settings of what is recomputed: nothing, MLPs and experts, whole layers.
+
+    Raises:
+        ValueError: the model does not say which layers have experts.
+    """
+    num_mixtures = len(model.expert_layers)
+    modules = (*(("mlp",) if num_mixtures < model.num_layers else ()), *(("moe",) if num_mixtures else ()))
+    return (
+        _NONE,
+        {"recompute_granularity": "selective", "recompute_modules": modules},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    )
 
 
 @dataclass(frozen=True)
@@ -84,8 +93,8 @@ def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], b
     """The layouts that fit, the fastest first; behind them those without a predicted step, the smallest peak first.
 
     The configuration's own layout is one. Tensor-, pipeline- and expert-parallel sizes, the micro-batch and
-    recomputation (of nothing, MLPs, or whole layers) vary. All else is the configuration's, the global batch and the
-    context-parallel size too.
+    recomputation (of nothing, MLPs and experts, or whole layers) vary. All else is the configuration's, the global
+    batch and the context-parallel size too.
 
     Args:
         records: whether a configuration's steps are recorded as a CUDA graph, if there is memory for it.
@@ -138,6 +147,7 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
     """Other layouts, of which some do not work. None if there is no batch to share: `check_config` says why."""
     try:
         batch, cp = config.global_batch_size(cluster.gpus), config.parallel.context_parallel_size
+        recomputed = recomputations(config.model)
     except ValueError:
         return
     for tp in _powers_of_two(cluster.gpus_per_node):
@@ -146,7 +156,7 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
                 continue
             sizes = _expert_parallel_sizes(config, cluster.gpus // (tp * pp))
             for micro_batch in _powers_of_two(batch * tp * cp * pp // cluster.gpus):
-                for ep, recomputation in product(sizes, RECOMPUTATIONS):
+                for ep, recomputation in product(sizes, recomputed):
                     laid_out = _laid_out(config, tp, pp, micro_batch, batch, recomputation)
                     yield replace(laid_out, parallel=replace(laid_out.parallel, expert_model_parallel_size=ep))
 

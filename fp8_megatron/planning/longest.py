@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..config.schema import Config
 from .activations import predict_host_bytes
-from .layouts import RECOMPUTATIONS, ROOM, Cluster, largest_peak
+from .layouts import ROOM, Cluster, largest_peak, recomputations
 
 #: Positions of each sequence whose logits, or whose MLPs' tensors, exist at a time, in the forms that cut them.
 CHUNK = 8192
@@ -22,7 +22,7 @@ class Longest:
     """The longest sequence of one form.
 
     Attributes:
-        recomputed: what is recomputed: nothing, mlp or full.
+        recomputed: what is recomputed: nothing, the modules, or full.
         cuts_loss: the loss is computed over `CHUNK` positions at a time.
         cuts_mlps: so are the MLPs.
         offloads: all layers of a (virtual) stage but the last keep their activations on the host.
@@ -47,11 +47,9 @@ def longest_sequences(config: Config, cluster: Cluster) -> Iterator[Longest]:
     GPU's memory.
     """
     has_experts = config.model.num_experts is not None
-    for recomputation in RECOMPUTATIONS:
+    for recomputation in recomputations(config.model):
         granularity = recomputation["recompute_granularity"]
-        name = {None: "nothing", "selective": "mlp"}.get(granularity, "full")
-        if name == "mlp" and len(config.model.expert_layers) == config.model.num_layers:
-            continue  # experts are not computed again alone
+        name = "nothing" if granularity is None else " ".join(recomputation.get("recompute_modules", ("full",)))
         forms = [(False, False, False), (True, False, False), (True, False, True)]
         if granularity is not None and not has_experts:  # MLPs in chunks are computed again
             forms += [(True, True, False), (True, True, True)]

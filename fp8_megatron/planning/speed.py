@@ -340,7 +340,7 @@ def _gemms(
     tp, shape = config.parallel.tensor_model_parallel_size, _shape(config)
     layer = forwards * 6 * tokens * linear_params_per_layer(config.model) / tp
     # 16-bit layers also compute the MLP's second GEMM again.
-    if "mlp" in config.training.recomputed_modules or config.training.mlp_chunks_for_training > 1:
+    if {"mlp", "moe"} & {*config.training.recomputed_modules} or config.training.mlp_chunks_for_training > 1:
         layer += 2 * tokens * shape.stream * shape.mlp_input / tp
     # Over chunks, backward computes the logits again.
     head = (6 if config.training.loss_chunk_size is None else 8) * tokens * shape.stream * vocab / tp

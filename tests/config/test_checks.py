@@ -115,7 +115,7 @@ FULL = "--recompute-granularity full "
     [
         (1, "--swiglu --squared-relu", "swiglu and squared_relu are different activations of one MLP; give one of"),
         (1, "--quick-geglu --squared-relu", "squared_relu and quick_geglu are different activations"),
-        (1, "--recompute-activations --recompute-modules moe", "recompute_modules(moe): experts are not computed"),
+        (1, "--recompute-activations --recompute-modules mla_up_proj", "there is no multi-latent attention"),
         (1, "--recompute-activations --recompute-modules mlps", "recompute_modules(mlps): there is no such module;"),
         (1, "--recompute-modules mlp", "recompute_modules(mlp) belong to recompute_granularity(selective), not (None)"),
         (1, "--recompute-activations --recompute-modules layernorm", "has no effect alone: FP8 layers recompute norms"),

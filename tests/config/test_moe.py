@@ -111,7 +111,11 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
         ("--fp8-recipe blockwise", "num_experts with fp8_recipe(blockwise)"),
         (
             "--recompute-granularity selective --recompute-modules mlp",
-            "recompute_modules(mlp): every layer has experts",
+            "recompute_modules(mlp): every layer has experts; choose moe",
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules shared_experts",
+            "recompute_modules(shared_experts): there is none",
         ),
         ("--hidden-size 512 --moe-ffn-hidden-size 24", "moe_ffn_hidden_size(24) is not a multiple of 16"),
         ("--moe-ffn-hidden-size 8 --bf16", "= 2048 is not a multiple of 4096"),
@@ -137,7 +141,10 @@ def test_ranks_that_hold_no_whole_copy_of_the_experts() -> None:
     [
         ("--moe-router-topk 4", "moe_router_topk(4) has no effect without num_experts; drop it or give --num-experts"),
         ("--expert-model-parallel-size 2", "expert_model_parallel_size(2) has no effect without num_experts"),
-        ("--recompute-activations --recompute-modules moe_act core_attn", "recompute_modules(moe_act) is for experts"),
+        *(
+            (f"--recompute-activations --recompute-modules {module} core_attn", f"modules({module}) is for experts")
+            for module in ("moe", "moe_act", "shared_experts")
+        ),
     ],
 )
 def test_without_experts_their_flags_are_errors(flags: str, said: str) -> None:

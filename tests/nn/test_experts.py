@@ -107,3 +107,41 @@ def test_experts_in_16_bits(device: str, activation: str) -> None:
         assert found.grad is not None and reference.grad is not None
         kept = chosen if found is own_probs else slice(None)
         assert snr_db(found.grad.cpu()[kept], reference.grad[kept]) > 43.0
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_recomputed_experts_keep_less_and_have_the_same_gradients(is_fp8: bool) -> None:
+    probs, chosen = routing(crowded=False)
+    torch.manual_seed(3)
+    x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
+    groups = grouped_by_expert(chosen, TOP_K)
+
+    def gradients(*, recomputes: bool) -> tuple[list[Tensor], int]:
+        own_x, own_probs = (each.clone().requires_grad_() for each in (x, probs))
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            if is_fp8:
+                fc1, fc2 = (fp8_layer(value, "cpu")[0] for value in weights("swiglu"))
+                output = fp8_experts(own_x, own_probs, groups, fc1, fc2, Activation("swiglu"), recomputes=recomputes)
+            else:
+                own = [value.bfloat16().requires_grad_() for value in weights("swiglu")]
+                output = experts(own_x, own_probs, groups, *own, Activation("swiglu"), recomputes_activation=recomputes)
+        output.backward(grad)
+        if is_fp8:
+            of_weights = [layer.weight.main_grad.grads[0] for layer in (fc1, fc2)]  # type: ignore[attr-defined]
+        else:
+            of_weights = [weight.grad for weight in own]
+        return [output, own_x.grad, own_probs.grad, *of_weights], sum(kept.values())  # type: ignore[list-item]
+
+    (expected, most), (found, fewer) = (gradients(recomputes=again) for again in (False, True))
+    assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
+    rows = len(groups.source)
+    if is_fp8:  # fc1's output
+        assert most - fewer == rows * 2 * 2 * FFN
+    else:  # in FP32 its two halves, the factors and the product; in 16 bits fc2's input
+        assert most - fewer >= rows * (4 * 4 + 2) * FFN - rows * 2 * 2 * FFN

@@ -14,7 +14,7 @@ from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import LLAMA_STYLE, TinyRun, random_batches, tiny_optimizer
-from tests.parallel.layouts import run
+from tests.parallel.layouts import assert_same_bits, run
 
 MODEL = replace(
     LLAMA_STYLE,
@@ -57,7 +57,9 @@ PRECISIONS = {
 BATCHES = random_batches(1, 4).expand(4, -1, -1, -1)
 
 
-def trained(ranks: RankPool, model: str, precision: str, layout: tuple[int, ParallelConfig]) -> TinyRun:
+def trained(
+    ranks: RankPool, model: str, precision: str, layout: tuple[int, ParallelConfig], **training: object
+) -> TinyRun:
     num_ranks, parallel = layout
     run_: TinyRun = run(
         ranks,
@@ -67,6 +69,7 @@ def trained(ranks: RankPool, model: str, precision: str, layout: tuple[int, Para
         BATCHES,
         parallel=parallel,
         optimizer=tiny_optimizer(lr=5e-4),
+        **training,
     )
     return run_
 
@@ -96,3 +99,22 @@ def test_a_layout_trains_as_one_rank(ranks: RankPool, model: str, precision: str
     for name, weight in single.weights.items():
         if weight.ndim > 1:
             assert snr_db(shared.weights[name], weight.double()) > (17.0 if is_16_bit else 7.0), name
+
+
+RECOMPUTED = [
+    ("softmax", "O3", "one", ("moe",)),
+    ("sigmoid", "delayed", "ep2", ("moe", "mlp")),
+    ("softmax", "bf16", "one", ("moe",)),
+    ("softmax", "bf16", "ep2", ("moe_act", "shared_experts")),
+    ("softmax", "delayed", "tp2", ("shared_experts",)),
+]
+
+
+@pytest.mark.parametrize(("model", "precision", "layout", "modules"), RECOMPUTED)
+def test_recomputed_experts_train_bit_for_bit(
+    ranks: RankPool, model: str, precision: str, layout: str, modules: tuple[str, ...]
+) -> None:
+    where = LAYOUTS.get(layout, (1, ParallelConfig()))
+    expected = trained(ranks, model, precision, where)
+    again = trained(ranks, model, precision, where, recompute_granularity="selective", recompute_modules=modules)
+    assert_same_bits(again, expected)

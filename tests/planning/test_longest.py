@@ -62,12 +62,17 @@ def test_it_fits_and_the_next_length_does_not(flags: str, gpus: int) -> None:
     assert firsts == sorted(firsts) and firsts[0] < firsts[2]
 
 
-def test_experts_take_all_tokens_at_once_and_are_not_computed_again_alone() -> None:
-    forms, _ = found("--num-experts 8 --moe-ffn-hidden-size 1024", 8, 141)
-    assert {(one.recomputed, one.cuts_mlps) for one in forms} == {("nothing", False), ("full", False)}
+@pytest.mark.parametrize(("flags", "modules"), [("", "moe"), ("--moe-layer-freq 2", "mlp moe")])
+def test_experts_take_all_tokens_at_once(flags: str, modules: str) -> None:
+    forms, _ = found(f"--num-experts 8 --moe-ffn-hidden-size 1024 {flags}", 8, 141)
+    assert {(one.recomputed, one.cuts_mlps) for one in forms} == {
+        (name, False) for name in ("nothing", modules, "full")
+    }
     for one in forms:
         assert one.config is not None
         check_config(one.config, 8, on_this_machine=False)
+    lengths = [one.config.model.seq_length for one in forms if not one.cuts_loss and one.config is not None]
+    assert lengths[0] < lengths[1] < lengths[2]
 
 
 def test_a_model_that_does_not_fit_has_none() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...config.model import ModelConfig
 from .checks import problems
 from .computed import changed_setting, computed_settings
-from .costs import attention_flops, backward_bytes, forward_bytes, kept_bytes, recomputed_mlp_bytes, table_bytes
+from .costs import attention_flops, backward_bytes, forward_bytes, kept_bytes, recomputed_bytes, table_bytes
 from .table import layer_orders, layer_shape, linear_weights, parameters, shared_axes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ def kept_bytes(config: Config, layer: int) -> float:
     layers keep FP8 copies of some of these; they are counted as a 16-bit layer, which is an upper bound.
     """
     leaves_mlp = "mlp" in config.training.recomputed_modules or config.training.mlp_chunks_for_training > 1
-    return kept_around_mlp(config, layer) + (0.0 if leaves_mlp else recomputed_mlp_bytes(config, layer))
+    return kept_around_mlp(config, layer) + (0.0 if leaves_mlp else _mlp_bytes(config, layer))
 
 
 def kept_around_mlp(config: Config, layer: int) -> float:
@@ -44,8 +44,15 @@ def kept_around_mlp(config: Config, layer: int) -> float:
     return (_HALF * streams + masks + _NORM_STATISTICS_BYTES) / parallel.sequence_shares + _HALF * split / tp + log_sums
 
 
-def recomputed_mlp_bytes(config: Config, layer: int) -> float:
-    """As `Architecture.recomputed_mlp_bytes`."""
+def recomputed_bytes(config: Config, layer: int) -> float:
+    """As `Architecture.recomputed_bytes`."""
+    training = config.training
+    recomputes = "mlp" in training.recomputed_modules and training.mlp_chunks_for_training == 1
+    return _mlp_bytes(config, layer) if recomputes else 0.0
+
+
+def _mlp_bytes(config: Config, layer: int) -> float:
+    """What the MLP keeps of each token between its linear layers."""
     columns = _mlp_columns(config, is_fp8=config.is_fp8_layer(layer))
     return _HALF * columns / config.parallel.tensor_model_parallel_size
 

@@ -8,7 +8,7 @@ from ...config.model import ModelConfig
 from ..decoder.costs import attention_flops, table_bytes
 from .checks import problems
 from .computed import changed_setting, computed_settings
-from .costs import backward_bytes, forward_bytes, kept_bytes, recomputed_mlp_bytes
+from .costs import backward_bytes, forward_bytes, kept_bytes, recomputed_bytes
 from .table import layer_orders, layer_shape, linear_weights, parameters, shared_axes
 
 if TYPE_CHECKING:

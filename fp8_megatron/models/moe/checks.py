@@ -163,7 +163,7 @@ def _memory_problems(config: Config) -> Iterator[str]:
     except ValueError:
         return  # `_layer_problems` reports it
     if "mlp" in training.recomputed_modules and not has_dense:
-        yield "recompute_modules(mlp): every layer has experts, which are not computed again; drop mlp"
+        yield "recompute_modules(mlp): every layer has experts; choose moe"
 
 
 def _width_problems(config: Config) -> Iterator[str]:

@@ -55,7 +55,7 @@ def kept_bytes(config: Config, layer: int) -> float:
 
     Beside what a decoder's layer keeps outside the MLP, a layer with experts keeps the router's input, its logits and
     probabilities, and where each row comes from and goes. In FP8 it keeps the experts' input in a byte, in the order of
-    the tokens, and their input to the activation.
+    the tokens, and their input to the activation. What --recompute-modules names is left out.
     """
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
@@ -67,12 +67,24 @@ def kept_bytes(config: Config, layer: int) -> float:
     else:
         of_token, of_row = of_router, _HALF * hidden + _half_activation(config, rank)
     of_experts = rank.own * of_token + rank.rows * (2 * _FP32 + of_row)
-    return decoder.kept_around_mlp(config, layer) + of_experts + _HALF * rank.shared
+    kept = decoder.kept_around_mlp(config, layer) + of_experts + _HALF * rank.shared
+    return kept - recomputed_bytes(config, layer)
 
 
-def recomputed_mlp_bytes(config: Config, layer: int) -> float:
-    """As `Architecture.recomputed_mlp_bytes`: experts are not computed again."""
-    return 0.0 if layer in config.model.expert_layers else decoder.recomputed_mlp_bytes(config, layer)
+def recomputed_bytes(config: Config, layer: int) -> float:
+    """As `Architecture.recomputed_bytes`: in FP8 the experts' input to the activation; in 16 bits with moe_act what the
+    activation keeps but its input, with moe also the rows of the experts' input; the shared expert's of both."""
+    model, modules, is_fp8 = config.model, set(config.training.recomputed_modules), config.is_fp8_layer(layer)
+    if layer not in model.expert_layers:
+        return decoder.recomputed_bytes(config, layer)
+    rank, of_row = _rank(config, is_fp8=is_fp8), 0
+    if "moe" in modules:
+        of_row = _HALF * (rank.columns if is_fp8 else model.hidden_size)
+        of_row += 0 if is_fp8 else _half_activation(config, rank)
+    elif "moe_act" in modules and not is_fp8:
+        of_row = _half_activation(config, rank) - _HALF * rank.columns
+    shared = rank.shared if {"moe", "shared_experts"} & modules else 0
+    return rank.rows * of_row + _HALF * shared
 
 
 def forward_bytes(config: Config, layer: int) -> int:
