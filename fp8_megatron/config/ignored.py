@@ -156,6 +156,7 @@ _RULES = (
     Ignored(
         "moe_router_bias_update_rate", "moe_router_enable_expert_bias", (False,), "give --moe-router-enable-expert-bias"
     ),
+    Ignored("moe_token_drop_policy", "moe_expert_capacity_factor", (None,), "give --moe-expert-capacity-factor"),
     Ignored(
         "moe_token_dispatcher_type",
         *("expert_model_parallel_size", (1,), "raise --expert-model-parallel-size"),

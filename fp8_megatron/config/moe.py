@@ -5,6 +5,7 @@ How ranks share experts is in `parallel`. What experts cannot do yet, their arch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -21,10 +22,21 @@ LOSSES = {
 ALONE = ("sinkhorn", "none")
 
 
-def reported_losses(factors: Mapping[str, float], z_loss_factor: float | None) -> tuple[str, ...]:
-    """The losses that a router adds, as reports name them."""
+#: Of the experts that tokens choose, the fraction that has no room for them, as reports name it.
+DROPPED = "dropped_fraction"
+
+
+def reported_means(
+    factors: Mapping[str, float], z_loss_factor: float | None, capacity_factor: float | None
+) -> tuple[str, ...]:
+    """What a router reports beside loads, as reports name it: the losses that it adds, and what it drops."""
     balancing = tuple(name for kind, name in LOSSES.items() if factors.get(kind, 0.0) > 0)
-    return balancing + (("z_loss",) if z_loss_factor else ())
+    return balancing + (("z_loss",) if z_loss_factor else ()) + (() if capacity_factor is None else (DROPPED,))
+
+
+def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float | None) -> int:
+    """Tokens that an expert takes of `num_tokens`, which one rank routes at once."""
+    return num_tokens if factor is None else min(num_tokens, math.ceil(num_tokens * top_k / num_experts * factor))
 
 
 @dataclass(frozen=True)
@@ -71,5 +83,10 @@ class MoeConfig:
     """Factor of the z-loss, which keeps the router's logits small (arXiv 2202.08906). Default: no z-loss."""
     moe_input_jitter_eps: BelowOne | None = None
     """Multiply the router's input with random numbers between 1 - eps and 1 + eps. Default: no."""
+    moe_expert_capacity_factor: Positive | None = None
+    """Tokens that an expert takes of a micro-batch on a rank, as a multiple of its share if experts are balanced. The
+    others are dropped: that expert adds nothing to them. Default: every expert takes all tokens."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Tokens that an expert keeps. probs: those with the largest probabilities. position: the first ones."""
     moe_router_force_load_balancing: bool = False
     """Replace the router's logits by random ones, so that experts are balanced. For benchmarks."""

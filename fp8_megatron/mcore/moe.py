@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..activation_functions import Activation
-from ..config.moe import LOSSES, reported_losses
+from ..config.moe import DROPPED, LOSSES, expert_capacity, reported_means
 from ..device.group import Group
 from ..dtypes import E4M3
 from ..nn.experts import exchange_choices, experts, fp8_experts, grouped_by_expert, recomputed
@@ -36,13 +36,16 @@ class Router(TopKRouter):
     """megatron-core's router, on every device, with its numbers of a step.
 
     Attributes:
-        load: FP32 [E], tokens that the step sent to each expert on this rank.
-        loss_names: of the losses that it adds.
-        losses: FP32 [losses], the sum of each over the step's micro-batches.
+        load: FP32 [E], tokens that the step sent to each expert on this rank, without those that are dropped.
+        mean_names: of the losses that it adds, and of what it drops.
+        means: FP32 [means], the sum of each over the step's micro-batches.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
-        BaseRouter.__init__(self, config=config, pg_collection=pg_collection)  # TopKRouter's makes buffers with CUDA
+        own = copy(config)
+        own.moe_expert_capacity_factor = None  # `forward` drops: megatron-core's positions are in no order
+        BaseRouter.__init__(self, config=own, pg_collection=pg_collection)  # TopKRouter's makes buffers with CUDA
+        self.capacity_factor, self.drop_policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
         device, count = _device(config), config.num_moe_experts
         self.weight = torch.nn.Parameter(
             torch.empty(count, config.hidden_size, dtype=config.params_dtype, device=device)
@@ -61,17 +64,27 @@ class Router(TopKRouter):
             value = torch.zeros(shape, device=device) if has_global_loss else None
             self.register_buffer(name, value, persistent=False)
         factors = {kind: self.get_aux_loss_coeff(kind) for kind in LOSSES}
-        self.loss_names = reported_losses(factors, config.moe_z_loss_coeff)
-        self.register_buffer("losses", torch.zeros(len(self.loss_names), device=device), persistent=False)
+        self.mean_names = reported_means(factors, config.moe_z_loss_coeff, self.capacity_factor)
+        self.register_buffer("means", torch.zeros(len(self.mean_names), device=device), persistent=False)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[s, b, H] → probabilities FP32 [s · b, E] and which experts each token goes to, bool [s · b, E]."""
+        """[s, b, H] → probabilities FP32 [s · b, E] and which experts each token goes to, bool [s · b, E]: at most
+        `capacity` tokens to each expert."""
         self._maintain_float32_expert_bias()
         logits = self.gating(self.apply_input_jitter(input))
         if self.config.moe_router_force_load_balancing:
             logits = logits + (torch.randn_like(logits) - logits).detach()
-        probs, routing_map = self.routing(logits)
-        return probs.float(), routing_map
+        probs, chosen = self.routing(logits)
+        kept = within_capacity(probs.detach(), chosen, self.capacity(len(chosen)), self.drop_policy)
+        if torch.is_grad_enabled():
+            self.load.add_(kept.sum(dim=0))
+            if DROPPED in self.mean_names:
+                self.means[self.mean_names.index(DROPPED)].add_(1 - kept.sum() / chosen.sum())
+        return probs.float(), kept
+
+    def capacity(self, num_tokens: int) -> int:
+        """The most tokens that an expert takes of `num_tokens`."""
+        return expert_capacity(num_tokens, self.topk, self.config.num_moe_experts, self.capacity_factor)
 
     def gating(self, input: Tensor) -> Tensor:
         """The logits [s, b, E], in the router's dtype."""
@@ -101,15 +114,14 @@ class Router(TopKRouter):
 
     def _attached(self, activation: Tensor, name: str, loss: Tensor, coefficient: float) -> Tensor:
         """`activation`, whose backward also sends back the gradient of `loss`."""
-        self.losses[self.loss_names.index(name)].add_(loss.detach().float() / coefficient)
+        self.means[self.mean_names.index(name)].add_(loss.detach().float() / coefficient)
         if self.calculate_per_token_loss:  # the gradient is divided by the tokens later
             loss = loss * activation.shape[0]
         attached: Tensor = MoEAuxLossAutoScaler.apply(activation, loss)
         return attached
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        if torch.is_grad_enabled():
-            self.load.add_(routing_map.sum(dim=0))
+        """Nothing: `forward` counts the load, behind what it drops."""
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] → scores, and the map of the experts of a plan that is balanced in training."""
@@ -122,7 +134,7 @@ class Router(TopKRouter):
     def start_step(self) -> None:
         """Forget the last step's numbers."""
         self.load.zero_()
-        self.losses.zero_()
+        self.means.zero_()
         self.reset_global_aux_loss_tracker()
 
     @torch.no_grad()
@@ -135,6 +147,21 @@ class Router(TopKRouter):
             torch.distributed.all_reduce(total, group=self.tp_dp_cp_group)
             rate = self.config.moe_router_bias_update_rate
             bias += rate * torch.sign(total.mean() - total)
+
+
+def within_capacity(probs: Tensor, routing_map: Tensor, capacity: int, policy: str) -> Tensor:
+    """`routing_map`, bool [T, E], with at most `capacity` tokens of each expert.
+
+    Args:
+        probs: [T, E], positive where the map is true.
+        policy: what an expert keeps: the tokens with the largest ``probs``, or the first by ``position``.
+    """
+    if capacity >= len(routing_map):
+        return routing_map
+    if policy == "position":
+        return routing_map & (routing_map.cumsum(dim=0) <= capacity)
+    best = torch.where(routing_map, probs, -1.0).topk(capacity, dim=0, sorted=False).indices
+    return routing_map & torch.zeros_like(routing_map).scatter_(0, best, value=True)
 
 
 def sinkhorn(logits: Tensor, *, tolerance: float = 1e-4, most_rounds: int = 32) -> Tensor:
@@ -249,12 +276,14 @@ class Experts(torch.nn.Module):
         self.is_fp8, modules = recipe is not None, _recomputed_modules(config)
         self.recomputes, self.recomputes_activation = "moe" in modules, "moe_act" in modules
 
-    def forward(self, x: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
-        """[T, H] → [T, H]; probabilities FP32 [T, E], routing map bool [T, E]."""
+    def forward(self, x: Tensor, probs: Tensor, routing_map: Tensor, capacity: int) -> Tensor:
+        """[T, H] → [T, H]; probabilities FP32 [T, E], routing map bool [T, E] with at most `capacity` tokens of each
+        expert."""
         fc1, fc2, ranks = self.linear_fc1, self.linear_fc2, self.ranks
         if ranks is not None:
             probs, routing_map = exchange_choices(probs, routing_map, ranks, self.num_parts)
-        groups = grouped_by_expert(routing_map, self.top_k)
+            capacity *= ranks.size()
+        groups = grouped_by_expert(routing_map, self.top_k, capacity)
         if self.is_fp8:
             params = (fc1.linear_params(), fc2.linear_params())
             return fp8_experts(x, probs, groups, *params, self.activation, recomputes=self.recomputes)
@@ -330,9 +359,8 @@ class MixtureOfExperts(MegatronModule):
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """hidden_states [s, b, H] (behind the norm) → output [s, b, H], and no bias."""
         probs, routing_map = self.router(hidden_states)
-        output = self.experts(hidden_states.view(-1, hidden_states.shape[-1]), probs, routing_map).view_as(
-            hidden_states
-        )
+        tokens, capacity = hidden_states.view(-1, hidden_states.shape[-1]), self.router.capacity(len(probs))
+        output = self.experts(tokens, probs, routing_map, capacity).view_as(hidden_states)
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)
         return output, None

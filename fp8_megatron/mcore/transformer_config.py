@@ -247,6 +247,8 @@ def expert_settings(config: Config) -> dict[str, Any]:
         "moe_router_bias_update_rate",
         "moe_router_force_load_balancing",
         "moe_z_loss_coeff",
+        "moe_expert_capacity_factor",
+        "moe_token_drop_policy",
         "moe_input_jitter_eps",
     )
     losses = model.balancing_losses or {"none": 0.0}

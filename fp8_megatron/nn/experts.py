@@ -75,15 +75,17 @@ def _all_to_all(parts: Tensor, group: Group) -> Tensor:
     return received
 
 
-def grouped_by_expert(routing_map: Tensor, top_k: int) -> Groups:
+def grouped_by_expert(routing_map: Tensor, top_k: int, capacity: int | None = None) -> Groups:
     """Where the rows of experts lie.
 
     Args:
         routing_map: bool [T, E], which experts a token goes to; at most `top_k`.
+        capacity: the most tokens of an expert; None: all.
     """
     num_tokens, num_experts = routing_map.shape
     top_k = min(top_k, num_experts)
-    return Groups(*ops.routed_rows(routing_map, ops.most_rows(num_tokens, top_k, num_experts), top_k))
+    num_rows = ops.most_rows(num_tokens, top_k, num_experts, capacity)
+    return Groups(*ops.routed_rows(routing_map, num_rows, top_k))
 
 
 def fp8_experts(

@@ -410,6 +410,8 @@ def _experts_texts(metrics: StepMetrics) -> list[str]:
     if metrics.load_imbalance is None:
         return []
     idle = f", {metrics.idle_experts:.0f} idle" if metrics.idle_experts else ""
+    if metrics.dropped_fraction is not None:
+        idle += f", {metrics.dropped_fraction:.2%} dropped"
     names = (*LOSSES.values(), "z_loss")
     losses = [(name, getattr(metrics, name)) for name in names]
     return [

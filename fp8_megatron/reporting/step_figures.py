@@ -71,6 +71,8 @@ class StepFigures:
     """Tokens of a layer's least used expert over the mean of its experts, in the worst layer."""
     idle_experts: float | None = reported("moe/idle_experts", default=None)
     """Experts of all layers that got no token."""
+    dropped_fraction: float | None = reported("moe/dropped_fraction", default=None)
+    """Of the experts that tokens chose, the fraction without room for them; None without a capacity."""
     load_balancing_loss: float | None = reported("load_balancing_loss", default=None)
     """Loss of --moe-router-load-balancing-type aux_loss, mean over layers, without its factor; None if it has none."""
     seq_load_balancing_loss: float | None = reported("seq_load_balancing_loss", default=None)

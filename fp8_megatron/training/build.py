@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from ..checkpoint.run_state import Resumable
-from ..config.moe import reported_losses
+from ..config.moe import DROPPED, reported_means
 from ..config.schema import Config, ModelConfig, PrecisionConfig
 from ..dtypes import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel, finalize_model_grads
@@ -189,16 +189,15 @@ def router_table(model: ModelConfig, topology: Topology) -> RouterTable | None:
     """What the routers of all ranks report; None without experts.
 
     A balancing loss is one mean over the ranks that share a sequence, or over all ranks if it is that of the global
-    batch. The z-loss is a mean on each rank.
+    batch. The z-loss and what is dropped are means on each rank.
     """
     if model.num_experts is None:
         return None
     num_sequences = topology.dp.size()
-    means = {"global_load_balancing_loss": 1, "z_loss": num_sequences * topology.cp.size() * topology.tp.size()}
-    losses = reported_losses(model.balancing_losses, model.moe_z_loss_coeff)
-    return RouterTable(
-        model.expert_layers, model.num_experts, {name: means.get(name, num_sequences) for name in losses}
-    )
+    num_ranks = num_sequences * topology.cp.size() * topology.tp.size()
+    means = {"global_load_balancing_loss": 1, "z_loss": num_ranks, DROPPED: num_ranks}
+    names = reported_means(model.balancing_losses, model.moe_z_loss_coeff, model.moe_expert_capacity_factor)
+    return RouterTable(model.expert_layers, model.num_experts, {name: means.get(name, num_sequences) for name in names})
 
 
 def build_recipe(precision: PrecisionConfig, *, has_probes: bool = False) -> Recipe:

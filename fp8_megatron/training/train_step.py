@@ -259,7 +259,7 @@ def _routed(state: TrainingState) -> Tensor | None:
     if state.routers is None:
         return None
     own = [router for chunk in state.model for router in chunk.routers]
-    return state.routers.pack({router.layer_number - 1: (router.load, router.losses) for router in own}, state.device)
+    return state.routers.pack({router.layer_number - 1: (router.load, router.means) for router in own}, state.device)
 
 
 def _statistics(state: TrainingState) -> dict[str, Tensor]:

@@ -96,6 +96,11 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
             "--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax",
             "load_balancing_type(sinkhorn) does not read moe_router_pre_softmax; drop one of them",
         ),
+        (
+            "--moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1.0",
+            "load_balancing_type(sinkhorn) does not read moe_expert_capacity_factor",
+        ),
+        ("--moe-token-drop-policy position", "moe_token_drop_policy(position) has no effect without moe_expert_cap"),
         ("--moe-router-load-balancing-type quantile_balancing", "there is no quantile balancing"),
         (
             "--moe-router-load-balancing-type aux",

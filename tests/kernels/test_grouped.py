@@ -62,6 +62,7 @@ def test_most_rows_is_reached() -> None:
     chosen[:, 0], chosen[0, 1:3] = True, True
     assert ops.routed_rows(chosen, 5 * 128, 3)[0].tolist() == [0, 384, 512, 640, 640]
     assert ops.most_rows(1, 3, 4) == 3 * 128 and ops.most_rows(1, 8, 2) == 2 * 128
+    assert ops.most_rows(257, 3, 4, capacity=129) == 4 * 256 and ops.most_rows(257, 3, 4, capacity=257) == 9 * 128
     with pytest.raises(AssertionError, match="640 rows of experts have room for 512"):
         ops.routed_rows(chosen, 4 * 128, 3)
 

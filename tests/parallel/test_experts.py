@@ -74,6 +74,7 @@ def trained(
     return run_
 
 
+MODELS["dropping"] = replace(MODEL, moe_expert_capacity_factor=1.0)
 CASES = [("softmax", "bf16"), ("softmax", "O3"), ("sigmoid", "delayed"), ("sigmoid", "O2")]
 #: The others are slow.
 USUAL = {("softmax", "bf16", "ep2"), ("softmax", "O3", "ep2"), ("sigmoid", "delayed", "tp2_experts_of_ranks")}
@@ -118,3 +119,13 @@ def test_recomputed_experts_train_bit_for_bit(
     expected = trained(ranks, model, precision, where)
     again = trained(ranks, model, precision, where, recompute_granularity="selective", recompute_modules=modules)
     assert_same_bits(again, expected)
+
+
+@pytest.mark.parametrize(("precision", "layout"), [("bf16", "ep2"), ("O3", "ep2"), ("O3", "tp2")])
+def test_ranks_that_drop_tokens_train(ranks: RankPool, precision: str, layout: str) -> None:
+    """Under tensor parallelism each rank drops of its own part, so other tokens."""
+    single = trained(ranks, "dropping", precision, (1, ParallelConfig()))
+    shared = trained(ranks, "dropping", precision, LAYOUTS[layout])
+    assert single.losses != trained(ranks, "softmax", precision, (1, ParallelConfig())).losses
+    assert single.losses[-1] < single.losses[0] - 0.1
+    assert shared.losses == pytest.approx(single.losses, abs=5e-3 if precision == "bf16" else 1.5e-2)

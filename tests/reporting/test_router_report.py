@@ -15,7 +15,7 @@ from fp8_megatron.reporting.metrics import StepMetrics
 from fp8_megatron.reporting.router_report import RouterReport, RouterTable
 from tests.reporting.test_metrics import QUIET, open_logger, step
 
-TABLE = RouterTable(layers=(1, 2), num_experts=4, losses={"load_balancing_loss": 2, "z_loss": 4})
+TABLE = RouterTable(layers=(1, 2), num_experts=4, means={"load_balancing_loss": 2, "z_loss": 4})
 REPORT = TABLE.unpack([8.0, 4.0, 4.0, 0.0, 6.0, 24.0, 4.0, 4.0, 4.0, 4.0, 12.0, 36.0], num_micro_batches=3)
 
 
@@ -62,7 +62,7 @@ def test_a_step_has_the_worst_layer_and_the_mean_loss(tmp_path: Path, caplog: py
 
 
 def test_single_layers_have_megatrons_tags(tmp_path: Path) -> None:
-    bad = replace(REPORT, losses={**REPORT.losses, "z_loss": [2.0, math.nan]})
+    bad = replace(REPORT, means={**REPORT.means, "z_loss": [2.0, math.nan]})
     sink = logged(tmp_path, step(4), bad, moe_per_layer_logging=True, save_tokens_per_expert_interval=2)
     assert sink.scalars["moe/load_balancing_loss_layer_1"] == 1.0 and sink.scalars["moe/load_imbalance_layer_2"] == 1.0
     row = json.loads((tmp_path / "metrics.jsonl").read_text())

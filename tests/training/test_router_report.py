@@ -117,21 +117,21 @@ def test_losses_and_loads_of_one_layer() -> None:
         router = Router(transformer_config(config, CPU), ProcessGroupCollection.use_mpu_process_groups())
         router.set_layer_number(1)
         table = router_table(config.model, topology)
-        assert table is not None and tuple(table.losses) == router.loss_names
+        assert table is not None and tuple(table.means) == router.mean_names
         x = torch.rand(SEQ, 2, 64).bfloat16()
         torch.nn.init.normal_(router.weight)
         router(x)
         with torch.no_grad():
             router(x)
-        report = table.unpack(table.pack({0: (router.load, router.losses)}, CPU).tolist(), 1)
+        report = table.unpack(table.pack({0: (router.load, router.means)}, CPU).tolist(), 1)
         expected = _by_hand(x.float() @ router.weight.float().t())
-        assert report.losses == {name: [pytest.approx(loss, rel=1e-5)] for name, loss in expected.items()}
+        assert report.means == {name: [pytest.approx(loss, rel=1e-5)] for name, loss in expected.items()}
         assert sum(report.tokens[0]) == SEQ * 2 * TOP_K
         router.start_step()
         router.weight.data[:2] += 1.0
         router.weight.data[2:] -= 1.0
         router(x)
         router(x)
-        figures = table.unpack(table.pack({0: (router.load, router.losses)}, CPU).tolist(), 2).figures()
+        figures = table.unpack(table.pack({0: (router.load, router.means)}, CPU).tolist(), 2).figures()
     assert (figures["load_imbalance"], figures["min_load"], figures["idle_experts"]) == (2.0, 0.0, 2.0)
     assert figures["load_balancing_loss"] == pytest.approx(2.0, rel=1e-3)

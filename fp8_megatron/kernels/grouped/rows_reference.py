@@ -35,10 +35,17 @@ class Groups(NamedTuple):
         return len(self.offsets) - 1
 
 
-def most_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """The most rows that tokens with at most `top_k` experts each take, padding included: a multiple of GROUP_ROWS."""
+def most_rows(num_tokens: int, top_k: int, num_experts: int, capacity: int | None = None) -> int:
+    """The most rows that tokens with at most `top_k` experts each take, padding included: a multiple of GROUP_ROWS.
+
+    Args:
+        capacity: the most tokens of an expert; None: all.
+    """
     routed = num_tokens * min(top_k, num_experts)
-    return (routed + min(routed, num_experts) * (GROUP_ROWS - 1)) // GROUP_ROWS * GROUP_ROWS
+    filled = (routed + min(routed, num_experts) * (GROUP_ROWS - 1)) // GROUP_ROWS
+    if capacity is not None:
+        filled = min(filled, num_experts * -(-capacity // GROUP_ROWS))
+    return filled * GROUP_ROWS
 
 
 def _check_routing(routing_map: Tensor, num_rows: int) -> None:

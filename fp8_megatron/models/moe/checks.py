@@ -24,6 +24,7 @@ _UNREAD_BY_SINKHORN = (
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias",
+    "moe_expert_capacity_factor",
 )
 
 

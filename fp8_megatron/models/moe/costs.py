@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...config.moe import expert_capacity
 from ...config.schema import Config
 from ..decoder import costs as decoder
 
@@ -43,11 +44,21 @@ def _rank(config: Config, *, is_fp8: bool) -> _Rank:
     return _Rank(
         own=own,
         gathered=ranks * own if ranks > 1 else 0.0,
-        rows=ranks * own * min(model.moe_router_topk, experts) + _GROUP_ROWS * experts / config.tokens_per_micro_batch,
+        rows=_rows(config, experts, ranks) / config.tokens_per_micro_batch,
         columns=model.expert_columns // cuts,
         width=model.expert_ffn_hidden_size // cuts,
         shared=((2 if model.is_gated else 1) + (0 if is_fp8 else 1)) * shared,
     )
+
+
+def _rows(config: Config, experts: int, ranks: int) -> float:
+    """Rows of `experts` that `ranks` share, each with its own tokens."""
+    model, tokens = config.model, config.tokens_per_micro_batch / config.parallel.sequence_shares
+    assert model.num_experts is not None
+    routed = ranks * tokens * min(model.moe_router_topk, experts) + _GROUP_ROWS * experts
+    factor = model.moe_expert_capacity_factor
+    capacity = ranks * expert_capacity(round(tokens), model.moe_router_topk, model.num_experts, factor)
+    return min(routed, experts * -(-capacity // _GROUP_ROWS) * _GROUP_ROWS)
 
 
 def kept_bytes(config: Config, layer: int) -> float:
