@@ -66,7 +66,8 @@ def test_a_shortened_recipe_is_valid(path: Path) -> None:
     length = "--train-samples 48" if parse_config(words).counts_samples else "--train-iters 3"
     config = parse_config([*words, *length.split()])
     parallel = config.parallel
-    world_size = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    of_experts = (parallel.expert_tensor_parallel_size or 1) * parallel.expert_model_parallel_size
+    world_size = max(parallel.tensor_model_parallel_size, of_experts) * parallel.pipeline_model_parallel_size
     check_config(config, world_size, on_this_machine=False)
 
 
