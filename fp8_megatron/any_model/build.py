@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..dtypes import LEVELS, StorageDtype
-from ..nn.conv1d import FP8Conv1D
 from ..nn.module import NO_TENSOR_PARALLELISM
-from ..nn.scaled_module import ScaledModule
+from ..nn.scaled_module import Layout, ScaledModule
 from ..quantization.amax_history import AmaxHistory
 from ..sharding.storage import ModelStorage
 from .data_parallel import ModelHook, Replication
@@ -62,7 +61,7 @@ def build_optimizer(
         histories=delayed_scales(model, device),
         num_gradients=gradient_accumulation_steps or 1,
         ranks=replication,
-        transposed=transposed_weights(model),
+        layouts=layouts(model),
         rule=rule,
     )
     take_place_of(optimizer, built)
@@ -170,17 +169,24 @@ def delayed_scales(model: torch.nn.Module, device: torch.device) -> list[AmaxHis
     return list(layers)
 
 
-def transposed_weights(model: torch.nn.Module) -> set[Tensor]:
-    """Weights [out, in] of layers that had them as [in, out]: transformers' ``Conv1D``."""
-    return {module.weight for module in model.modules() if isinstance(module, FP8Conv1D)}
+def layouts(model: torch.nn.Module) -> dict[Tensor, Layout]:
+    """The weights that the user's model has in another shape, as transformers' ``Conv1D``."""
+    return {
+        getattr(module, name): layout
+        for module in model.modules()
+        if isinstance(module, ScaledModule)
+        for name in module.scaled_names
+        if (layout := module.layout(name)) is not None
+    }
 
 
 def _initial_values(
     model: torch.nn.Module, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]
 ) -> dict[torch.nn.Parameter, Tensor]:
     """The value of every new weight before it was rounded. Old weights that became one are its rows, in order."""
-    transposed = transposed_weights(model)
+    known = layouts(model)
     parts: dict[torch.nn.Parameter, list[Tensor]] = {}
     for old, new in replaced.items():
-        parts.setdefault(new, []).append(plain_value(old).t() if new in transposed else plain_value(old))
+        value, layout = plain_value(old), known.get(new)
+        parts.setdefault(new, []).append(value if layout is None else layout.to_stored(value))
     return {new: torch.cat(values) if len(values) > 1 else values[0] for new, values in parts.items()}

@@ -1,16 +1,17 @@
 """Experts of a mixture of experts whose weights are parameters with three dimensions, as in transformers 5, in FP8.
 
 Such a module holds W1 [E, Z, H] and W2 [E, H, F] and computes Σ_e p_e · W2_e · activation(W1_e · x) over each token's
-experts. It is known by what it holds and computes: `activation_of` calls it once with small weights. So neither
-transformers nor the names of its classes are needed.
+experts. Weights may be transposed, and have biases [E, Z] and [E, H], as in gpt-oss. A module is known by what it holds
+and computes: `form_of` calls it with small weights. So neither transformers nor the names of its classes are needed.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from ..errors import UserError
 from ..nn.experts import fp8_experts, grouped_by_expert
 from ..nn.gemms import LinearParams, note_forward
 from ..nn.operands import as_rows
-from ..nn.scaled_module import ScaledModule, stored
+from ..nn.scaled_module import Layout, ScaledModule, stored
 from ..quantization import unfused
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
@@ -31,26 +32,80 @@ from ..quantization.untraced import leaves_graph
 from ..quantization.weight_shards import stored_part
 from ..quantization.weight_views import Home
 from ..sharding.partition import CHUNK
-from .module_swap import Swap, keep_notes
+from .module_swap import Swap, has_hooks, keep_notes
+
+
+class ExpertNames(NamedTuple):
+    """The parameters of experts: the first and the second projection."""
+
+    fc1: str
+    fc2: str
+
+
+class ExpertForm(NamedTuple):
+    """What a module of experts holds and computes.
+
+    Attributes:
+        names: of the weights.
+        biases: of the biases, if there are any.
+        arguments: the names of what ``forward`` takes: tokens [T, H], their experts int64 [T, k], where the number of
+            experts stands for none, and the probabilities [T, k].
+        is_transposed: the weights are [E, H, Z] and [E, F, H].
+        is_interleaved: columns of gate and up take turns, as in gpt-oss.
+        activation: between both projections.
+    """
+
+    names: ExpertNames
+    biases: ExpertNames | None
+    arguments: tuple[str, ...]
+    is_transposed: bool
+    is_interleaved: bool
+    activation: Activation
+
+    def layout(self, name: str) -> Layout | None:
+        """How a weight lies (`ScaledModule.layout`)."""
+        if name not in self.names:
+            return None
+        if not (self.is_interleaved and name == self.names.fc1):
+            return _TRANSPOSED if self.is_transposed else None
+        return _INTERLEAVED_COLUMNS if self.is_transposed else _INTERLEAVED_ROWS
+
+
+def _rows_apart(value: Tensor) -> Tensor:
+    """[E, 2F, …] with rows in turns (gate, up, gate, …) → gate, then up."""
+    return value.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def _rows_in_turns(value: Tensor) -> Tensor:
+    return value.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _transposed(value: Tensor) -> Tensor:
+    return value.transpose(1, 2)
+
+
+_TRANSPOSED = Layout(_transposed, _transposed)
+_INTERLEAVED_ROWS = Layout(_rows_apart, _rows_in_turns)
+_INTERLEAVED_COLUMNS = Layout(
+    lambda value: _rows_apart(_transposed(value)), lambda value: _transposed(_rows_in_turns(value))
+)
 
 
 class FP8Experts(ScaledModule):
     """Experts in FP8; `fp8_class` makes classes that are also of the module's own class.
 
-    The parameters keep their names and shapes, and the module takes the same arguments.
+    The parameters keep their names and the module its arguments. Weights are [E, Z, H] and [E, H, F], gate before up;
+    state dicts have them as the module's own class has. Biases stay as they are.
 
     Attributes:
         derived_from: the module's own class. Plain copies have it.
-        fp8_activation: between both projections.
-        fp8_arguments: the names of what `forward` takes: tokens [T, H], their experts int64 [T, k], where the number of
-            experts stands for none, and the probabilities [T, k].
+        form: what it computes.
         quantizers: of both projections.
     """
 
-    fp8_attributes: ClassVar = ScaledModule.fp8_attributes | {"fp8_activation", "fp8_arguments"}
+    fp8_attributes: ClassVar = ScaledModule.fp8_attributes | {"form"}
     derived_from: ClassVar[type[torch.nn.Module]]
-    fp8_activation: Activation
-    fp8_arguments: tuple[str, ...]
+    form: ExpertForm
     quantizers: tuple[LinearQuantizers, LinearQuantizers]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -64,8 +119,12 @@ class FP8Experts(ScaledModule):
                 )
             output: Tensor = super().forward(*args, **kwargs)
             return output
-        given = dict(zip(self.fp8_arguments, args, strict=False)) | kwargs
-        return _multiply(self, *(given[name] for name in self.fp8_arguments))
+        given = dict(zip(self.form.arguments, args, strict=False)) | kwargs
+        return _multiply(self, *(given[name] for name in self.form.arguments))
+
+    def layout(self, name: str) -> Layout | None:
+        """See `ScaledModule.layout`."""
+        return self.form.layout(name)
 
     def all_quantizers(self) -> tuple[LinearQuantizers, ...]:
         """See `ScaledModule.all_quantizers`."""
@@ -79,7 +138,10 @@ class FP8Experts(ScaledModule):
         """Both projections, for the function that computes them."""
         quantizers = [one.evaluating() for one in self.quantizers] if self.evaluates else self.quantizers
         weights: list[Any] = [self._parameters[name] for name in self.scaled_names]
-        return tuple(LinearParams(weight, None, own) for weight, own in zip(weights, quantizers, strict=True))
+        biases: list[Any] = [None, None] if self.form.biases is None else [getattr(self, k) for k in self.form.biases]
+        if self.form.is_interleaved and biases[0] is not None:
+            biases[0] = _rows_apart(biases[0])
+        return tuple(LinearParams(*parts) for parts in zip(weights, biases, quantizers, strict=True))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state: Any = super().__reduce_ex__(2)[2:]
@@ -87,8 +149,8 @@ class FP8Experts(ScaledModule):
 
     def extra_repr(self) -> str:
         """Sizes and casts."""
-        shapes = ", ".join(f"{name}={tuple(self._parameters[name].shape)}" for name in self.scaled_names)  # type: ignore[union-attr]
-        return f"{shapes}, {self.fp8_activation.kind}, {self.quantizers[0]}"
+        shapes = ", ".join(f"{name}={tuple(getattr(self, name).shape)}" for name in self.scaled_names)
+        return f"{shapes}, {self.form.activation.kind}, {self.quantizers[0]}"
 
 
 @leaves_graph
@@ -104,60 +166,61 @@ def _multiply(module: FP8Experts, x: Tensor, index: Tensor, weights: Tensor) -> 
     probs = probs.scatter_add(1, index, weights.float())[:, :num_experts]
     chosen = torch.zeros(len(rows), num_experts + 1, dtype=torch.bool, device=x.device).scatter_(1, index, True)
     groups = grouped_by_expert(chosen[:, :num_experts].contiguous(), top_k)
-    y = fp8_experts(rows, probs, groups, fc1, fc2, module.fp8_activation)
+    y = fp8_experts(rows, probs, groups, fc1, fc2, module.form.activation)
     return y[:num_tokens].to(x.dtype)
-
-
-class ExpertNames(NamedTuple):
-    """The parameters of experts: the first and the second projection."""
-
-    fc1: str
-    fc2: str
 
 
 def expert_names(module: torch.nn.Module) -> ExpertNames | None:
     """The names of both weights if `module` looks like experts, else None: its only parameters with three dimensions
     are [E, Z, H] and [E, H, F], or the transposes of such, with E above 1 and Z either F or 2F."""
-    matrices = [(name, param) for name, param in module._parameters.items() if param is not None and param.ndim == 3]
+    matrices = [name for name, param in module._parameters.items() if param is not None and param.ndim == 3]
     if len(matrices) != 2:
         return None
-    (fc1, first), (fc2, second) = matrices
-    (count, *shape1), (other_count, *shape2) = first.shape, second.shape
-    is_like = any(z in (f, 2 * f) and h == h2 for (z, h), (h2, f) in ((shape1, shape2), (shape1[::-1], shape2[::-1])))
-    return ExpertNames(fc1, fc2) if is_like and count == other_count > 1 else None
+    names = ExpertNames(*matrices)
+    first, second = _shapes(module, names)
+    return names if _orientations(first, second) and first[0] == second[0] > 1 else None
+
+
+def _shapes(module: torch.nn.Module, names: ExpertNames) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(getattr(module, names.fc1).shape), tuple(getattr(module, names.fc2).shape)
+
+
+def _orientations(first: tuple[int, ...], second: tuple[int, ...]) -> list[bool]:
+    """Whether weights of these shapes may be transposed: both where all sizes are equal."""
+
+    def fits(z: int, h: int, h2: int, f: int) -> bool:
+        return h == h2 and z in (f, 2 * f)
+
+    plain, transposed = fits(*first[1:], *second[1:]), fits(*first[:0:-1], *second[:0:-1])
+    return [turned for turned, is_possible in ((False, plain), (True, transposed)) if is_possible]
 
 
 def reason_to_stay(module: torch.nn.Module, names: ExpertNames, recipe: Recipe) -> str | None:
     """Why experts stay as they are; None if nothing speaks against FP8."""
-    weights = [module._parameters[name] for name in names]
-    first, second = weights
-    assert first is not None and second is not None
-    others = [name for name, _ in module.named_parameters() if name not in names]
+    weights = [getattr(module, name) for name in names]
     if parametrize.is_parametrized(module):
         return "it is parametrised"
     if "forward" in module.__dict__:
         return "its forward is patched"
     if getattr(module, "_is_expert_parallel", False) or any(hasattr(one, "_local_tensor") for one in weights):
         return "ranks share its experts"
-    if any(stored_part(one) is not None for one in (first, second)):
+    if any(stored_part(one) is not None for one in weights):
         return "its weights are in FP8 already"
-    if others:
-        return f"it has {others[0]} beside two weights"
-    if first.dtype not in _DTYPES or first.dtype != second.dtype:
-        return f"its weights are {first.dtype} and {second.dtype}"
-    num_hidden, width = second.shape[1:]
-    if first.shape[2] != num_hidden or first.shape[1] not in (width, 2 * width):
-        return f"its weights {tuple(first.shape)} and {tuple(second.shape)} are not [E, Z, H] and [E, H, F]"
+    if weights[0].dtype not in _DTYPES or weights[0].dtype != weights[1].dtype:
+        return f"its weights are {weights[0].dtype} and {weights[1].dtype}"
     if not recipe.roles.input.takes_groups:
         return f"recipe {recipe.name!r} has no products of experts"
-    for size in (*first.shape[1:], *second.shape[1:]):
-        if size % recipe.size_multiple:
-            return f"its size {size} is not a multiple of {recipe.size_multiple}"
-    for weight in (first, second):
+    for weight in weights:
+        for size in weight.shape[1:]:
+            if size % recipe.size_multiple:
+                return f"its size {size} is not a multiple of {recipe.size_multiple}"
         if weight[0].numel() % CHUNK:
             return f"a matrix of {weight.shape[1]} x {weight.shape[2]} elements is no multiple of {CHUNK:,}"
-    if activation_of(module, names) is None:
+    form = form_of(module, names)
+    if form is None:
         return "its forward is not that of experts with a known activation function"
+    if any(form.layout(name) is not None and has_hooks(one) for name, one in zip(names, weights, strict=True)):
+        return "a hook waits for its weight's gradient, which FP8 has in another layout"
     return None
 
 
@@ -166,19 +229,19 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def convert_experts(name: str, module: torch.nn.Module, names: ExpertNames, swap: Swap) -> FP8Experts:
     """Turn `module` into FP8 experts, in place."""
-    activation = activation_of(module, names)
-    assert activation is not None
-    arguments = tuple(_arguments(type(module)))
+    form = form_of(module, names)
+    assert form is not None
     module.__class__ = fp8_class(type(module), tuple(names))
     assert isinstance(module, FP8Experts)
-    module.fp8_activation, module.fp8_arguments, module.name = activation, arguments, name
-    module.home = Home(name)
+    module.form, module.name, module.home = form, name, Home(name)
     module.quantizers = (swap.recipe.expert_quantizers(), swap.recipe.expert_quantizers())
     for key in names:
         old: Any = module._parameters[key]
         module.weight_dtype = old.dtype
         storage = swap.weight if old.requires_grad else StorageDtype.FP8
-        new: Any = torch.nn.Parameter(stored(old.detach(), storage), old.requires_grad)
+        layout = form.layout(key)
+        value = old.detach() if layout is None else layout.to_stored(old.detach())
+        new: Any = torch.nn.Parameter(stored(value, storage), old.requires_grad)
         new.home = module.home
         keep_notes(old, new)
         module._parameters[key] = new
@@ -186,48 +249,32 @@ def convert_experts(name: str, module: torch.nn.Module, names: ExpertNames, swap
     return module
 
 
-def activation_of(module: torch.nn.Module, names: ExpertNames) -> Activation | None:
-    """The activation function with which `module` computes what `FP8Experts` does; None: it computes something else.
+def form_of(module: torch.nn.Module, names: ExpertNames) -> ExpertForm | None:
+    """What `module` computes, if `FP8Experts` can; else None.
 
-    It is called with small weights on the CPU, and compared with the function of each kind. Some tokens are large, so
-    that limits of an activation are seen.
+    It is called once with small weights on the CPU, and compared with every form. Some tokens are large, so that limits
+    of an activation are seen.
     """
-    if len(_arguments(type(module))) != 3:
+    arguments, biases = tuple(_arguments(type(module))), _bias_names(module, names)
+    is_alone = {name for name, _ in module.named_parameters()} <= {*names, *(biases or ())}
+    if len(arguments) != 3 or not is_alone:
         return None
-    first, second = (module._parameters[name] for name in names)
-    assert first is not None and second is not None
-    count, (num_hidden, width) = len(first), second.shape[1:]
-    is_gated = first.shape[1] == 2 * width
-    hidden = 32
-    small = hidden if width == num_hidden else 16 if first.shape[1] == num_hidden else 24
-    sizes = {num_hidden: hidden, width: small, first.shape[1]: small * (2 if is_gated else 1)}
-    random = torch.Generator("cpu").manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random, device="cpu")
-
-    weight1, weight2 = draw(count, sizes[first.shape[1]], hidden) / hidden**0.5, draw(count, hidden, small)
-    x = draw(8, hidden) * torch.tensor([0.5, 1.0, 4.0, 16.0], device="cpu").repeat(2)[:, None]
-    index = torch.rand(8, count, generator=random, device="cpu").topk(min(2, count)).indices
-    probs = torch.rand(index.shape, generator=random, device="cpu") + 0.1
-    tried = _with_weights(module, {names.fc1: weight1, names.fc2: weight2}, sizes)
+    small = _small_params(module, names, (*names, *(biases or ())))
+    trial = _Trial(small[names.fc1], small[names.fc2], *((small[k] for k in biases) if biases else (None, None)))
+    call = _with_weights(module, names, small)
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            found = tried(x, index, probs)
+            found = call(trial.x, trial.index, trial.probs)
     except Exception:  # whatever it needs, it is no such module
         return None
-    if not isinstance(found, Tensor) or found.shape != x.shape:
+    if not isinstance(found, Tensor) or found.shape != trial.x.shape:
         return None
-    z = torch.einsum("th,tkzh->tkz", x, weight1[index])
-    for kind, row in KINDS.items():
-        own = {key: getattr(module, key, None) for key in row.parameters}
-        known = {key: float(value) for key, value in own.items() if isinstance(value, (int, float))}
-        activation = Activation(kind).with_parameters(known)
-        if row.is_gated == is_gated:
-            activated = unfused.activated(z.flatten(0, 1), activation).view(*index.shape, small)
-            wanted = torch.einsum("tkf,tkhf,tk->th", activated, weight2[index], probs)
-            if ((found - wanted).norm(dim=1) <= _TOLERANCE * wanted.norm(dim=1)).all():
-                return activation
+    for is_transposed, is_interleaved in itertools.product(_orientations(*_shapes(module, names)), (False, True)):
+        for activation in _activations(module):
+            form = ExpertForm(names, biases, arguments, is_transposed, is_interleaved, activation)
+            wanted = trial.output(form)
+            if wanted is not None and ((found - wanted).norm(dim=1) <= _TOLERANCE * wanted.norm(dim=1)).all():
+                return form
     return None
 
 
@@ -236,16 +283,84 @@ def activation_of(module: torch.nn.Module, names: ExpertNames) -> Activation | N
 _TOLERANCE = 1e-5
 
 
-def _with_weights(
-    module: torch.nn.Module, weights: Mapping[str, Tensor], sizes: Mapping[int, int]
-) -> Callable[..., Any]:
-    """The forward of a copy of `module` with other weights; numbers that it keeps of their sizes follow.
+def _bias_names(module: torch.nn.Module, names: ExpertNames) -> ExpertNames | None:
+    """The names of the biases [E, Z] and [E, H], if there are two matrices beside the weights."""
+    own = [name for name, param in module._parameters.items() if param is not None and name not in names]
+    is_pair = len(own) == 2 and all(getattr(module, name).ndim == 2 for name in own)
+    return ExpertNames(*own) if is_pair else None
+
+
+def _activations(module: torch.nn.Module) -> Iterator[Activation]:
+    """Those of the table, with the parameters that the module has as attributes."""
+    for kind, row in KINDS.items():
+        own = {key: getattr(module, key, None) for key in row.parameters}
+        known = {key: float(value) for key, value in own.items() if isinstance(value, (int, float))}
+        yield Activation(kind).with_parameters(known)
+
+
+class _Trial:
+    """Small weights and biases of experts, and tokens, drawn once; `output` is what a form makes of them."""
+
+    def __init__(self, weight1: Tensor, weight2: Tensor, bias1: Tensor | None, bias2: Tensor | None) -> None:
+        self._weights, self._biases = (weight1, weight2), (bias1, bias2)
+        count = len(weight1)
+        random = torch.Generator("cpu").manual_seed(1)
+        sizes = torch.tensor([0.1, 0.5, 2.0, 8.0], device="cpu").repeat(2)[:, None]
+        self.x = torch.randn(8, _HIDDEN, generator=random, device="cpu") * sizes
+        self.index = torch.rand(8, count, generator=random, device="cpu").topk(min(2, count)).indices
+        self.probs = torch.rand(self.index.shape, generator=random, device="cpu") + 0.1
+
+    def output(self, form: ExpertForm) -> Tensor | None:
+        """[8, H]; None: the weights have not the sizes that the form needs."""
+        layouts = [form.layout(name) for name in form.names]
+        weight1, weight2 = (
+            weight if layout is None else layout.to_stored(weight)
+            for weight, layout in zip(self._weights, layouts, strict=True)
+        )
+        bias1, bias2 = self._biases
+        width, row = weight2.shape[2], form.activation.row
+        if weight1.shape[1] != row.num_inputs * width or (form.is_interleaved and not row.is_gated):
+            return None
+        z = torch.einsum("th,tkzh->tkz", self.x, weight1[self.index])
+        if bias1 is not None:
+            z += (_rows_apart(bias1) if form.is_interleaved else bias1)[self.index]
+        activated = unfused.activated(z.flatten(0, 1), form.activation).view(*self.index.shape, width)
+        y = torch.einsum("tkf,tkhf->tkh", activated, weight2[self.index])
+        return torch.einsum("tkh,tk->th", y if bias2 is None else y + bias2[self.index], self.probs)
+
+
+#: The size of small tokens.
+_HIDDEN = 32
+
+
+def _sizes(module: torch.nn.Module, names: ExpertNames) -> dict[int, int]:
+    """A small size for each size of the weights, with the same relations between them."""
+    first, second = _shapes(module, names)
+    is_transposed = _orientations(first, second)[0]
+    (z, hidden), width = (first[:0:-1], second[1]) if is_transposed else (first[1:], second[2])
+    small = _HIDDEN if width == hidden else _HIDDEN // 2 if z == hidden else 24
+    return {hidden: _HIDDEN, width: small, z: small * (z // width)}
+
+
+def _small_params(module: torch.nn.Module, names: ExpertNames, params: Sequence[str]) -> dict[str, Tensor]:
+    """Small values for these parameters, with which outputs are about 1."""
+    sizes, random = _sizes(module, names), torch.Generator("cpu").manual_seed(0)
+    small = {}
+    for name in params:
+        count, *own = getattr(module, name).shape
+        shape = [sizes.get(size, size) for size in own]
+        small[name] = 0.7 * torch.randn(count, *shape, generator=random, device="cpu")
+    return small
+
+
+def _with_weights(module: torch.nn.Module, names: ExpertNames, small: Mapping[str, Tensor]) -> Callable[..., Any]:
+    """The forward of a copy of `module` with other parameters; numbers that it keeps of their sizes follow.
 
     A copy of transformers' experts is told to take none of its kernels.
     """
     tried = copy.copy(module)
-    tried._parameters = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in weights.items()}
-    count = len(next(iter(weights.values())))
+    tried._parameters = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in small.items()}
+    sizes, count = _sizes(module, names), len(small[names.fc1])
     for key, value in module.__dict__.items():
         if type(value) is int and value in sizes and value != count:
             tried.__dict__[key] = sizes[value]

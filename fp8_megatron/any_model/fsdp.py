@@ -35,7 +35,7 @@ from ..sharding.gradient import Gradient
 from ..sharding.partition import ParamSpace, Slot, storage_class
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
-from .build import delayed_scales, transposed_weights
+from .build import delayed_scales, layouts
 from .fsdp_reduce import check_reshard, reduce_in_fp8
 from .gradients import ParamGrad, ReadableGradBuffer
 from .model_ranks import ModelRanks
@@ -287,7 +287,7 @@ def build_sharded_optimizer(
         storage=storage,
         ranks=FullyShard(storage),
         histories=delayed_scales(model, next(iter(names)).device),
-        transposed=transposed_weights(model),
+        layouts=layouts(model),
         rule=rule,
     )
     take_place_of(optimizer, built)

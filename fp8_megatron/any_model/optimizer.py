@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nn.scaled_module import Layout
 from ..optimizer.rules.rule import build_rule
 from ..optimizer.space_optimizer import SpaceOptimizer
 from ..optimizer.written_weights import MasterWeight, publish, write_weight
@@ -67,7 +68,7 @@ class FP8Optimizer(SpaceOptimizer):
         histories: delayed scales of the model's casts; `step` advances them.
         num_gradients: gradients that each parameter is expected to receive per step.
         ranks: how the model lies on ranks; None: one rank has all of it.
-        transposed: weights [out, in] that are [in, out] in the model that the user had.
+        layouts: of weights that the user's model has in another shape.
         rule: the name of the update rule (`update_rules`).
     """
 
@@ -85,7 +86,7 @@ class FP8Optimizer(SpaceOptimizer):
         histories: Sequence[AmaxHistory] = (),
         num_gradients: int = 1,
         ranks: ModelRanks | None = None,
-        transposed: Iterable[Tensor] = (),
+        layouts: Mapping[Tensor, Layout] | None = None,
         rule: str = "adamw",
     ) -> None:
         #: By parameter with state, what this rank has of it.
@@ -100,7 +101,7 @@ class FP8Optimizer(SpaceOptimizer):
         self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter]]] = []
         self._frozen: list[LocalParam] = []
         device = next(iter(names)).device
-        self._transposed = frozenset(transposed)
+        self._layouts = dict(layouts or {})
         super().__init__(param_groups, defaults, rule=rule, storage=storage, histories=histories, device=device)
         self._values = {}  # the masters hold them
 
@@ -129,7 +130,7 @@ class FP8Optimizer(SpaceOptimizer):
             self._ranks.local_param(self._names[param], param, rule) for param in param_group["params"] if param.numel()
         ]
         for one in params:
-            one.is_transposed = one.param in self._transposed
+            one.layout = self._layouts.get(one.param)
         self._frozen += [one for one in params if not one.param.requires_grad]
         self._add_spaces([one for one in params if one.param.requires_grad], param_group)
 

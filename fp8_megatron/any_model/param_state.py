@@ -10,13 +10,14 @@ rank has a part of each entry, and the parts are gathered.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dtypes import STATE_BLOCK, StorageDtype, StorageFormats
+from ..nn.scaled_module import Layout
 from ..optimizer.rules.rule import UpdateRule
 from ..optimizer.state import SpaceState, StateTensor
 from ..quantization.scaled_tensor import ScaledTensor
@@ -44,10 +45,10 @@ class LocalParam:
         rule: how it is updated.
         rows: what the optimizer updates.
         region: where they lie in the parameter.
-        is_transposed: it is [out, in], and [in, out] in the model that the user had (GPT-2's ``Conv1D``).
+        layout: how it lies, if the user's model has it in another shape (GPT-2's ``Conv1D``).
     """
 
-    is_transposed = False
+    layout: Layout | None = None
 
     def __init__(self, name: str, param: torch.nn.Parameter, rule: UpdateRule) -> None:
         self.name, self.param, self.rule = name, param, rule
@@ -90,21 +91,22 @@ class LocalParam:
 
     def to_global(self, entry: Entry) -> Entry:
         """This rank's entry as state dicts have it."""
-        return self._turned(entry)
+        return self._turned(entry, None if self.layout is None else self.layout.to_plain)
 
     def to_local(self, entry: Entry) -> Entry:
         """This rank's part of an entry of a state dict."""
-        return self._turned(entry)
+        return self._turned(entry, None if self.layout is None else self.layout.to_stored)
 
-    def _turned(self, entry: Entry) -> Entry:
-        """The entry with values as the model that the user had has them, if the weight was transposed; and back.
-
-        Payloads stay: their scales are for blocks of the weight as it is stored.
+    def _turned(self, entry: Entry, turn: Callable[[Tensor], Tensor] | None) -> Entry:
+        """The entry with its values in another layout. Payloads stay: their scales are for blocks of the weight as it
+        is stored.
         """
-        if not self.is_transposed:
+        if turn is None:
             return entry
         names = state_names(self.rule)
-        return {key: value.t() if key in names and isinstance(value, Tensor) else value for key, value in entry.items()}
+        return {
+            key: turn(value) if key in names and isinstance(value, Tensor) else value for key, value in entry.items()
+        }
 
 
 def state_keys(rule: UpdateRule) -> frozenset[str]:

@@ -125,12 +125,14 @@ class ShardedParam(LocalParam):
                 sharded[key] = _dtensor(value, param, param.shape)
             else:
                 sharded[name] = _dtensor(_decoded(value, scales), param, param.shape)
-        return self._turned(sharded)
+        return super().to_global(sharded)
 
     def to_local(self, entry: Entry) -> Entry:
         """See `LocalParam.to_local`: the tensors are sharded as the parameter is, otherwise, or whole."""
         keys = state_keys(self.rule)
-        return {key: self._local_part(key, value, is_state=key in keys) for key, value in self._turned(entry).items()}
+        return {
+            key: self._local_part(key, value, is_state=key in keys) for key, value in super().to_local(entry).items()
+        }
 
     def empty_entry(self, formats: StorageFormats) -> Entry:
         """What `param_state.param_state` is for no rows, in the dtypes of other ranks' `to_global`.

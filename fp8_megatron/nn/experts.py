@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..activation_functions import Activation
 from ..device.group import Group
-from ..formats.format import Quantized
+from ..dtypes import FP8_GEMM_MULTIPLE
+from ..formats.format import Format, Quantized
 from ..kernels import ops
 from ..kernels.ops import Groups
 from ..quantization import unfused
@@ -105,7 +106,8 @@ def fp8_experts(
         x: BF16 [T, H], this rank's tokens.
         probs: FP32 [T, E], read where `groups` has a row; with `SequenceColumn` of all ranks' tokens, for this rank's
             experts, as `groups` (`exchange_choices`).
-        fc1, fc2: weights [E, Z, H] and [E, H, F], without biases.
+        fc1, fc2: weights [E, Z, H] and [E, H, F]; biases [E, Z] and [E, H], or None. With biases no ranks share the
+            experts, and `probs` is 0 where `groups` has no row.
         activation: between both GEMMs.
         recomputes: compute fc1's output again in backward, bit for bit, instead of keeping it.
 
@@ -113,9 +115,9 @@ def fp8_experts(
         BF16 [T, H].
     """
     output: Tensor = _FP8Experts.apply(
-        x, probs, fc1.weight, fc2.weight, groups, fc1, fc2, activation, recomputes, torch.is_grad_enabled()
+        x, probs, fc1.weight, fc2.weight, fc1.bias, groups, fc1, fc2, activation, recomputes, torch.is_grad_enabled()
     )
-    return output
+    return output if fc2.bias is None else output + probs.to(output.dtype) @ fc2.bias.to(output.dtype)
 
 
 class _FP8Experts(torch.autograd.Function):
@@ -126,6 +128,7 @@ class _FP8Experts(torch.autograd.Function):
         probs: Tensor,
         weight1: ScaledTensor,
         weight2: ScaledTensor,
+        bias1: Tensor | None,
         groups: Groups,
         fc1: LinearParams,
         fc2: LinearParams,
@@ -163,7 +166,7 @@ class _FP8Experts(torch.autograd.Function):
         )
         cast = fc1.quantizers.grad_output.quantize(source)
         del source
-        _, _, needs_grad1, needs_grad2, *_ = ctx.needs_input_grad
+        needs_grad1, needs_grad2, needs_grad_bias = ctx.needs_input_grad[2:5]
         grad_weight2 = _deliver(rows.t, cast.activation.t, fc2, dtype, offsets) if needs_grad2 else None
         del rows
         tokens = fc1.parallelism.gather(own_tokens)
@@ -175,13 +178,26 @@ class _FP8Experts(torch.autograd.Function):
             columns = tokens.whole().gather(groups, rowwise=False, transposed=True).t
             grad_weight1 = _deliver(cast.operand.t, columns, fc1, dtype, offsets)
         grad_probs = _probs_of_tokens(cast.grad_probs, groups, ctx.probs_shape)
-        return grad_x.wait(), grad_probs, grad_weight1, grad_weight2, *[None] * 6
+        grad_bias = _sums_of_groups(cast.operand.t, offsets, fc1.quantizers.input.format) if needs_grad_bias else None
+        return grad_x.wait(), grad_probs, grad_weight1, grad_weight2, grad_bias, *[None] * 6
 
 
 def _fc1_output(tokens: Quantized, fc1: LinearParams, groups: Groups, *, recomputes: bool = False) -> Tensor:
     """BF16 [R, Z] of this rank's tokens [T, H], and those of the ranks that share its experts."""
     rows = fc1.parallelism.gather(tokens).whole().gather(groups)
-    return rows.multiply_groups(weight_operand(fc1, recomputes=recomputes), groups.offsets)
+    z = rows.multiply_groups(weight_operand(fc1, recomputes=recomputes), groups.offsets)
+    if fc1.bias is not None:
+        z += fc1.bias.detach().to(z.dtype)[groups.source.clamp(min=0) % groups.num_experts]
+    return z
+
+
+def _sums_of_groups(g_t: Quantized, offsets: Tensor, format: Format) -> Tensor:
+    """FP32 [E, Z], the sums of each expert's rows of a gradient, from its columns [Z, R]: a product with ones."""
+    device, num_rows = g_t.payload.device, g_t.payload.shape[1]
+    ones = torch.ones(FP8_GEMM_MULTIPLE, num_rows, device=device).to(format.dtype)
+    sums = torch.empty(len(offsets) - 1, len(g_t.payload), FP8_GEMM_MULTIPLE, device=device)
+    g_t.write_wgrad_of_groups_(sums, Quantized(ones, None, torch.ones(1, device=device), format), offsets)
+    return sums[:, :, 0]
 
 
 def _deliver(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,18 @@ from ..quantization.recipe import LinearQuantizers
 from ..quantization.scaled_tensor import ScaledTensor, notes_of
 from ..quantization.weight_shards import plain_copy, stored_part
 from ..quantization.weight_views import Home
+
+
+class Layout(NamedTuple):
+    """How a weight lies that the model has in another shape.
+
+    Attributes:
+        to_stored: from the model's shape to the parameter's, for a GEMM.
+        to_plain: back.
+    """
+
+    to_stored: Callable[[Tensor], Tensor]
+    to_plain: Callable[[Tensor], Tensor]
 
 
 class ScaledModule(torch.nn.Module):
@@ -43,6 +55,10 @@ class ScaledModule(torch.nn.Module):
         """The class of copies whose weights are plain."""
         raise NotImplementedError
 
+    def layout(self, name: str) -> Layout | None:
+        """How a weight lies; None: as the model has it, in state dicts too."""
+        return None
+
     def all_quantizers(self) -> tuple[LinearQuantizers, ...]:
         """The quantisers of its linear layers."""
         raise NotImplementedError
@@ -58,8 +74,8 @@ class ScaledModule(torch.nn.Module):
         return not torch.is_grad_enabled() or not any(weight is None or weight.requires_grad for weight in weights)
 
     def plain_weight(self, name: str = "weight", *, here: bool = False) -> Tensor:
-        """A weight as a plain tensor of `weight_dtype`; a new copy. Under ``fully_shard`` this rank's rows, as a
-        ``DTensor``.
+        """A weight as a plain tensor of `weight_dtype`, in the model's layout; a new copy. Under ``fully_shard`` this
+        rank's rows, as a ``DTensor``.
 
         Args:
             name: of the parameter.
@@ -67,7 +83,8 @@ class ScaledModule(torch.nn.Module):
         """
         weight = self._parameters[name]
         assert weight is not None
-        return plain_copy(weight, self.weight_dtype, here=here)
+        plain, layout = plain_copy(weight, self.weight_dtype, here=here), self.layout(name)
+        return plain if layout is None else layout.to_plain(plain).contiguous()
 
     def copy_as_plain(self, memo: dict[int, Any], *, here: bool = True) -> None:
         """Make a `copy.deepcopy` with this memo put plain weights, with the masters' values, into the module's copy.
@@ -121,6 +138,10 @@ class ScaledModule(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
     ) -> None:
+        for name in self.scaled_names:
+            layout, key = self.layout(name), prefix + name
+            if layout is not None and key in state_dict:
+                state_dict = {**state_dict, key: layout.to_stored(state_dict[key])}
         # `assign` would put plain weights in place of these, so their values are copied. On the meta device there is
         # no memory for them yet.
         values, assigns = state_dict.get(prefix + self.scaled_names[0]), local_metadata.get("assign_to_params_buffers")
@@ -145,12 +166,13 @@ class ScaledModule(torch.nn.Module):
         if parts[self.scaled_names[0]] is not first and example.device != first.device:
             super()._apply(fn, recurse)  # torch moves a DTensor's part
             return self
+        names = list(self._parameters)
         for name in weights:
             del self._parameters[name]
         try:
             super()._apply(fn, recurse)
         finally:
-            self._parameters = {**weights, **self._parameters}
+            self._parameters = {name: weights.get(name, self._parameters.get(name)) for name in names}
         for weight in weights.values():
             if example.device != weight.device:
                 self._move(weight, example.device)

@@ -51,14 +51,14 @@ def weights(activation: str) -> tuple[Tensor, Tensor]:
     return torch.randn(EXPERTS, GATED[activation] * FFN, HIDDEN) * 0.1, torch.randn(EXPERTS, HIDDEN, FFN) * 0.1
 
 
-def fp8_layer(value: Tensor, device: str) -> tuple[LinearParams, Tensor]:
+def fp8_layer(value: Tensor, device: str, bias: Tensor | None = None) -> tuple[LinearParams, Tensor]:
     """A layer with FP8 weights, and their values."""
     scale = value.abs().amax(dim=(1, 2)) / 448.0
     payload = (value / scale[:, None, None]).to(E4M3)
     weight = ScaledTensor(payload.to(device), scale.to(device)).requires_grad_()
     weight.main_grad = KeptGrads()  # type: ignore[attr-defined]
     quantizers = Recipe("tensorwise", power_of_two=False).expert_quantizers()
-    return LinearParams(weight, None, quantizers), payload.double() * scale.double()[:, None, None]
+    return LinearParams(weight, bias, quantizers), payload.double() * scale.double()[:, None, None]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,6 +87,33 @@ def test_fp8_experts(device: str, activation: str, crowded: bool) -> None:
     for layer, gradient, bound in ((fc1, wanted[2].grad, 18.0), (fc2, wanted[3].grad, 20.0)):
         (found,) = layer.weight.main_grad.grads  # type: ignore[attr-defined]
         assert snr_db(found.cpu(), gradient) > bound
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_biases(device: str) -> None:
+    """Their gradients are sums of 32 rows' gradients, of which fc1's are rounded to E5M2."""
+    probs, chosen = routing(crowded=False)
+    torch.manual_seed(4)
+    biases = [torch.randn(EXPERTS, size) for size in (2 * FFN, HIDDEN)]
+    own = [bias.clone().to(device).requires_grad_() for bias in biases]
+    (fc1, value1), (fc2, value2) = (
+        fp8_layer(value, device, bias) for value, bias in zip(weights("swiglu"), own, strict=True)
+    )
+    x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
+    wanted = [each.double().requires_grad_() for each in (x, probs, *biases)]
+    z = torch.einsum("th,ezh->tez", wanted[0], value1) + wanted[2]
+    y = torch.einsum("tef,ehf->teh", _ACTIVATIONS["swiglu"](z), value2) + wanted[3]
+    expected = torch.einsum("teh,te->th", y, wanted[1])
+    expected.backward(grad.double())
+    own_x, own_probs = (each.to(device).requires_grad_() for each in (x, probs))
+    groups = grouped_by_expert(chosen.to(device), TOP_K)
+    output = fp8_experts(own_x, own_probs, groups, fc1, fc2, Activation("swiglu"))
+    output.backward(grad.to(device))
+    assert snr_db(output.cpu(), expected) > 23.5
+    for found, reference, bound in zip((own_x, own_probs, *own), wanted, (19.0, 19.0, 19.0, 40.0), strict=True):
+        assert found.grad is not None and reference.grad is not None
+        kept = chosen if found is own_probs else slice(None)
+        assert snr_db(found.grad.cpu()[kept], reference.grad[kept]) > bound
 
 
 @pytest.mark.parametrize("device", DEVICES)
