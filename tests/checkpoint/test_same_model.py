@@ -60,6 +60,8 @@ FREE = {
     "moe_z_loss_coeff",
     "moe_input_jitter_eps",
     "moe_router_force_load_balancing",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
 }
 
 
