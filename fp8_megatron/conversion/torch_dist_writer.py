@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..checkpoint.encoding import Encoded
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.manifest import FileEntry
 from ..checkpoint.torch_dist import Chunk, TorchDistReader, write_chunks, write_metadata
-from ..checkpoint.weights import WeightReader, places
+from ..checkpoint.weights import WeightReader, is_finite, places
 from ..models.registry import is_linear_weight
 
 #: Transformer Engine's FP8 state. In most checkpoints it is an object, not a tensor.
@@ -55,7 +53,7 @@ def _chunks(reader: WeightReader, on_weight: Callable[[], None]) -> Iterator[Chu
         key, layer, expert = place
         shape = reader.shapes[key]
         value = reader.read(*place).float().contiguous()
-        if not torch.isfinite(value).all():
+        if not is_finite(value):
             where = key if layer is None else f"{key}, layer {layer},"
             raise CheckpointError(f"{where} holds an inf or a NaN")
         index = [each for each in (layer, expert) if each is not None]
