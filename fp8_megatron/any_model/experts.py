@@ -24,6 +24,7 @@ from ..errors import UserError
 from ..nn.experts import fp8_experts, grouped_by_expert
 from ..nn.gemms import LinearParams, note_forward
 from ..nn.operands import as_rows
+from ..nn.recomputed import Recomputations
 from ..nn.scaled_module import Layout, ScaledModule, stored
 from ..quantization import unfused
 from ..quantization.recipe import LinearQuantizers, Recipe
@@ -101,12 +102,14 @@ class FP8Experts(ScaledModule):
         derived_from: the module's own class. Plain copies have it.
         form: what it computes.
         quantizers: of both projections.
+        recomputations: given if backward computes the first projection's output again; None: it is kept.
     """
 
-    fp8_attributes: ClassVar = ScaledModule.fp8_attributes | {"form"}
+    fp8_attributes: ClassVar = ScaledModule.fp8_attributes | {"form", "recomputations"}
     derived_from: ClassVar[type[torch.nn.Module]]
     form: ExpertForm
     quantizers: tuple[LinearQuantizers, LinearQuantizers]
+    recomputations: Recomputations | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """[T, H] in the dtype of the tokens. With plain weights (``functional_call``) nothing is in FP8."""
@@ -166,7 +169,11 @@ def _multiply(module: FP8Experts, x: Tensor, index: Tensor, weights: Tensor) -> 
     probs = probs.scatter_add(1, index, weights.float())[:, :num_experts]
     chosen = torch.zeros(len(rows), num_experts + 1, dtype=torch.bool, device=x.device).scatter_(1, index, True)
     groups = grouped_by_expert(chosen[:, :num_experts].contiguous(), top_k)
-    y = fp8_experts(rows, probs, groups, fc1, fc2, module.form.activation)
+    recomputations = module.recomputations
+    if recomputations is not None:
+        recomputations.were_found = True
+    recomputes = recomputations is not None
+    y = fp8_experts(rows, probs, groups, fc1, fc2, module.form.activation, recomputes=recomputes)
     return y[:num_tokens].to(x.dtype)
 
 

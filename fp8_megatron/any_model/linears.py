@@ -66,7 +66,7 @@ def replace_linears(
         filter: which layers may become FP8; None: all.
         recompute_activations: a layer keeps nothing for its weight's gradient if GELU, SiLU or a product of two tensors
             has made its input; backward computes the input again. It saves one byte an element and costs an elementwise
-            pass. Not under `torch.compile`.
+            pass. Not under `torch.compile`. Experts compute the first projection's output again.
         optimized: the parameters of the optimizer that is to have FP8 state; None: all. A layer stays if its weight is
             trained and not among them: another optimizer may hold it, and would not find the new one.
 
@@ -314,9 +314,10 @@ def _holds_fp8(module: torch.nn.Module) -> bool:
 
 
 def _recompute_inputs(model: torch.nn.Module) -> None:
-    """Let the FP8 layers of `model` compute their inputs again in backward, where they can."""
+    """Let the FP8 layers of `model` compute their inputs again in backward, where they can; experts what is in front of
+    their activation."""
     recomputations = Recomputations()
-    layers = [module for module in model.modules() if isinstance(module, FP8Linear)]
+    layers = [module for module in model.modules() if isinstance(module, (FP8Linear, FP8Experts))]
     for layer in layers:
         layer.recomputations = recomputations
     if not layers:

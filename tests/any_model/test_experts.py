@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,19 +171,33 @@ def test_copies_are_the_models_own_classes(name: str) -> None:
         assert torch.equal(loss_of(loaded, 0), loss_of(frozen, 0))
 
 
-def test_frozen_experts_and_gradient_checkpoints() -> None:
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_transformers_saves_them(name: str, tmp_path: Path) -> None:
+    """A file has the names and shapes of the Hub's checkpoints, an expert each for Qwen3-MoE."""
+    model, optimizer = start(name, "O3")
+    train(model, optimizer, range(1))
+    model.save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path)
+    assert {type(one) for one in experts_of(plain)} == {type(one) for one in experts_of(build(name))}
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in plain.state_dict().items())
+
+
+def test_frozen_experts_and_recomputing() -> None:
+    """The same bits where backward computes a block, or the first projection's output, again."""
     found = []
-    for checkpoints in (False, True):
+    for recomputes, checkpoints in ((False, False), (False, True), (True, False)):
         model = build("qwen3").train()
         for one in experts_of(model)[:1]:
             one.down_proj.requires_grad_(False)
-        model, optimizer = fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
+        model, optimizer = fp8_megatron.initialize(
+            model, torch.optim.AdamW(model.parameters(), lr=2e-3), recompute_activations=recomputes
+        )
         if checkpoints:
             model.gradient_checkpointing_enable()
         before = experts_of(model)[0].down_proj.clone()
         found.append(train(model, optimizer, range(2)))
         assert torch.equal(experts_of(model)[0].down_proj.clone(), before)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_compiler_leaves_its_graph() -> None:
@@ -230,20 +245,21 @@ class TurnedExperts(torch.nn.Module):
         return (picked * weights[:, :, None]).sum(dim=1)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", [lambda: Experts(torch.nn.SiLU()), TurnedExperts])
-def test_any_librarys_experts(kind: Callable[[], torch.nn.Module]) -> None:
+def test_any_librarys_experts(kind: Callable[[], torch.nn.Module], device: str) -> None:
     """Any number of tokens, none too, and experts that a token has chosen twice."""
     torch.manual_seed(0)
-    plain = kind()
+    plain = kind().to(device)
     model = copy.deepcopy(plain)
     fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), "O3")
     assert isinstance(model, FP8Experts) and report(model).fp8 == ("",)
     for count in (0, 1, 37):
-        x, weights = torch.randn(count, 64, requires_grad=True), torch.rand(count, 3, requires_grad=True)
-        chosen = torch.randint(4, (count, 3))
+        x, weights = (torch.rand(count, size, device=device, requires_grad=True) for size in (64, 3))
+        chosen = torch.randint(4, (count, 3), device=device)
         results = [each(tokens=x, chosen=chosen, weights=weights) for each in (model, plain)]
         assert results[0].dtype is torch.float32 and results[0].shape == results[1].shape
-        cotangent = torch.randn(count, 64)
+        cotangent = torch.randn(count, 64, device=device)
         grads = [torch.autograd.grad((each * cotangent).sum(), (x, weights)) for each in results]
         if count:
             # As in tests/nn/test_experts.py, and here the weights' own rounding is noise too.
