@@ -77,8 +77,13 @@ def _kinds_of_layers(model: ModelConfig) -> list[bool]:
 
 
 def _single_layer(model: ModelConfig, num_rows: int, has_experts: bool) -> GPTModel:
-    num_experts = model.num_experts if has_experts else None
-    config = Config(model=replace(model, num_layers=1, num_experts=num_experts, moe_layer_freq="1"))
+    own = replace(model, num_layers=1, num_experts=model.num_experts if has_experts else None, moe_layer_freq="1")
+    # What a run sets for training alone would send tokens elsewhere, or nowhere.
+    config = Config(
+        model=replace(
+            own, moe_input_jitter_eps=None, moe_router_force_load_balancing=False, moe_expert_capacity_factor=None
+        )
+    )
     fp32 = replace(
         transformer_config(replace(config, precision=replace(config.precision, precision="bf16")), _CPU),
         bf16=False,

@@ -58,7 +58,10 @@ def hugging_face_of_json(settings: Mapping[str, Any]) -> HuggingFace:
     kind, all_names = settings.get("model_type"), [each.hugging_face() for each in ARCHITECTURES]
     found = next((names for names in all_names if kind in [*names.families]), None)
     if kind in [*_LACKING]:
-        raise CheckpointError(f"config.json: model_type {shown(kind)} needs {_LACKING[kind]}, which no model here has")
+        raise CheckpointError(
+            f"config.json: model_type {shown(kind)} needs {_LACKING[kind]}, which no model here has; train it with "
+            f"fp8_megatron.initialize"
+        )
     if found is None:
         readable = ", ".join(sorted(kind for names in all_names for kind in names.families))
         raise CheckpointError(f"config.json: model_type {shown(kind)} is not supported; convertible ones: {readable}")

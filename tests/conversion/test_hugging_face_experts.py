@@ -24,7 +24,7 @@ from fp8_megatron.checkpoint.weights import places
 from fp8_megatron.config.schema import ModelConfig
 from fp8_megatron.conversion.hugging_face_folder import Export, HuggingFaceWeights, write_hugging_face
 from fp8_megatron.conversion.hugging_face_fp8 import FP8Layout
-from fp8_megatron.conversion.logits import logits_of_folder, random_tokens
+from fp8_megatron.conversion.logits import logits_of_folder, logits_of_weights, random_tokens
 from fp8_megatron.conversion.torch_dist_writer import write_torch_dist
 from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops
@@ -82,6 +82,14 @@ def test_files_may_hold_all_experts_of_a_layer_together(tmp_path: Path, name: st
         CheckpointError, match=r"down_proj has shape \(3, 96, 128\), config.json describes \(\d, 96, 128\)"
     ):
         HuggingFaceWeights(together)
+
+
+def test_what_a_run_does_with_tokens_in_training_does_not_change_logits() -> None:
+    model = model_named("qwen3_moe")
+    weights = CountedWeights(weight_shapes(model, VOCAB_SIZE))
+    in_training = replace(model, moe_expert_capacity_factor=0.2, moe_router_force_load_balancing=True)
+    logits = logits_of_weights(weights, in_training, TOKENS)
+    assert torch.equal(logits, logits_of_weights(weights, model, TOKENS))
 
 
 @pytest.mark.parametrize("target", ["theirs", "ours"])

@@ -73,7 +73,7 @@ _QWEN_MOE = {**_EXPERTS, "num_experts": 6, "moe_intermediate_size": 128}
 MODELS |= {
     "qwen3_moe": ("Qwen3Moe", {**_QWEN_MOE, "head_dim": 32, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("Qwen3Moe", {**_QWEN_MOE, "mlp_only_layers": [0], "router_aux_loss_coef": 0.01}),
-    "mixtral": ("Mixtral", {**_EXPERTS, "intermediate_size": 128, "num_local_experts": 4}),
+    "mixtral": ("Mixtral", {**_EXPERTS, "intermediate_size": 128, "num_local_experts": 4, "router_jitter_noise": 0.1}),
     "qwen2_moe": ("Qwen2Moe", {**_QWEN_MOE, "shared_expert_intermediate_size": 48, "norm_topk_prob": True}),
 }
 #: Read alone: written as a Llama, which computes the same.
