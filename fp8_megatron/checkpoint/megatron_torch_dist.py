@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config.pipeline_layout import PipelineLayout, pipeline_layout
 from ..config.schema import ParallelConfig
-from ..models.keys import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING
+from ..models.keys import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING, holds_experts
 from ..models.registry import ARCHITECTURES, shared_axis
 from ..sharding.region import Shape
 from .files import CheckpointError
@@ -57,7 +57,7 @@ class TorchDist(MegatronCheckpoint):
         common = folder / "common.pt"
         super().__init__(folder, mapping(read_megatron_file(common), "its content", common))
         self._reader = TorchDistReader(folder)
-        self._prefixes = {kind: self._prefix(kind) for kind in ("fp32_param", "param", *STATES)}
+        self._prefixes = {kind: self._prefixes_of(kind) for kind in ("fp32_param", "param", *STATES)}
         self._is_flat = any(map(_FLAT.fullmatch, self._reader.shapes))
 
     @cached_property
@@ -79,7 +79,7 @@ class TorchDist(MegatronCheckpoint):
     def check_moments(self) -> None:
         if self._is_flat:
             assert self._flat
-        elif self._prefixes[STATES[0]] is None:
+        elif not self._prefixes[STATES[0]]:
             raise CheckpointError(
                 f"{self.folder} holds optimizer state of another kind than is read; give --no-load-optim or "
                 f"--finetune, or save it again with --dist-ckpt-optim-fully-reshardable"
@@ -90,16 +90,16 @@ class TorchDist(MegatronCheckpoint):
             return self.weight(name)
         if self._is_flat:
             return self._flat.read(kind, name)
-        key = self._weights.stored_keys[name.key]
+        key, row = self._weights.stored_place(name.key, name.layer)
         kinds = ("fp32_param", "param") if kind == "master" else (kind,)
-        for stored in (f"{self._prefixes[each]}{key}" for each in kinds if self._prefixes[each] is not None):
+        for stored in (prefix + key for each in kinds for prefix in self._prefixes[each]):
             if stored in self._reader.shapes:
-                if self._reader.shapes[stored] != self.shapes[name.key]:
+                if self._reader.shapes[stored] != self._reader.shapes[key]:
                     raise CheckpointError(
                         f"{self.folder}: {stored} is cut flat (fully_sharded_model_space); save it again with "
                         f"--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
                     )
-                return self._reader.read_layer(stored, name.layer)
+                return self._reader.read_layer(stored, row)
         if kind != "master":
             raise CheckpointError(f"{self.folder} has no {kind} of {name}; give --no-load-optim or --finetune")
         return self.weight(name)  # of FP32, so it is its own master
@@ -108,11 +108,10 @@ class TorchDist(MegatronCheckpoint):
         """A weight as it was saved, in FP32."""
         return self._weights.read(name.key, name.layer)
 
-    def _prefix(self, kind: str) -> str | None:
-        """What stands before a parameter's key in that of its state."""
+    def _prefixes_of(self, kind: str) -> list[str]:
+        """What stands before a parameter's key in that of its state. Experts may have an optimizer of their own."""
         end = f"optimizer.state.{kind}."
-        key = next((key for key in self._reader.shapes if end in key), None)
-        return None if key is None else key[: key.index(end)] + end
+        return list(dict.fromkeys(key[: key.index(end)] + end for key in self._reader.shapes if end in key))
 
 
 class _FlatBuffers:
@@ -121,6 +120,8 @@ class _FlatBuffers:
     def __init__(self, checkpoint: TorchDist, reader: TorchDistReader) -> None:
         self._checkpoint, self._reader = checkpoint, reader
         arguments = checkpoint.arguments
+        if any(map(holds_experts, checkpoint.shapes)):
+            raise self._unknown("experts")
         if not {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= arguments.keys():
             raise self._unknown("unknown parallel sizes")
         self._tensor_size: int = arguments["tensor_model_parallel_size"]

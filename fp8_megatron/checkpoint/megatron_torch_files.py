@@ -29,6 +29,10 @@ class TorchFiles(MegatronCheckpoint):
         self._tensor_size, self._stages = _sizes(folder)
         self._content = lru_cache(maxsize=None)(lambda tensor, stage: _content(folder, tensor, stage, self._stages))
         super().__init__(folder, self._content(0, 0))
+        if self.arguments.get("num_experts"):
+            raise CheckpointError(
+                f"{folder} holds experts in the format torch; save it again with --ckpt-format torch_dist"
+            )
         if self._tensor_size > 1 and "swiglu" not in self.arguments:
             raise CheckpointError(
                 f"{folder} has no arguments of Megatron-LM, which say whether an MLP has two halves: its "

@@ -32,6 +32,8 @@ NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "heterogeneous_layers_config_encoded_json": (None,),
         "heterogeneous_layers_config_path": (None,),
         "is_hybrid_model": (None, False),
+        "moe_apply_probs_on_input": (None, False),
+        "moe_latent_size": (None,),
         "mtp_num_layers": (None, 0),
         "multi_latent_attention": (None, False),
         "no_rope_freq": (None,),
@@ -122,8 +124,6 @@ def unsupported_argument(folder: Path, arguments: Mapping[str, Any]) -> str | No
     for name, idle in NO_SETTING.items():
         if arguments.get(name) not in idle:
             return _unsupported(folder, name, arguments[name])
-    if arguments.get("num_experts"):  # goes where Megatron's names of experts are read
-        return f"{folder} was saved with num_experts({arguments['num_experts']}), and Megatron's experts are not read"
     known = settings_of_arguments(arguments)
     for name in (name for each in ARCHITECTURES for name in each.computed_settings):
         if arguments.get(name) is not None and name not in known:

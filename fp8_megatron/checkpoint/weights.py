@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..models.keys import LAYERS, VOCABULARY_KEYS, holds_experts, standard_key
+from ..models.keys import LAYERS, VOCABULARY_KEYS, holds_experts, key_and_layer, standard_key
 from .files import CheckpointError
 from .torch_dist import TorchDistReader
 
@@ -147,40 +147,56 @@ class Repadded:
 class TorchDistWeights:
     """Reads weights under standard keys, in FP32. Every tensor counts as one but the optimizer's state.
 
-    Also finds norms under their modules' names (specs without `sharded_state_dict_keys_map`).
+    Also finds norms under their modules' names (specs without `sharded_state_dict_keys_map`), and layers one by one
+    under their numbers, as megatron-core saves a model whose layers differ.
 
     Args:
         folder: with ``.metadata``.
         reader: of that folder, if there is one already.
 
     Attributes:
-        stored_keys: by standard key, the key under which a weight was saved.
         shapes: of the weights by standard key, layers stacked.
 
     Raises:
-        CheckpointError: there is no description of tensors, or the decoder's layers are missing or not stacked.
+        CheckpointError: there is no description of tensors, or the decoder's layers are missing or differ in shape.
     """
 
     def __init__(self, folder: Path, reader: TorchDistReader | None = None) -> None:
         self._reader = TorchDistReader(folder) if reader is None else reader
-        self._experts = ExpertsOfLayer(self._reader.read_layer)
+        self._experts = ExpertsOfLayer(lambda key, layer: self._reader.read_layer(*self.stored_place(key, layer)))
         found = self._reader.shapes
-        self.stored_keys: Mapping[str, str] = {
-            standard_key(key): key for key in found if not key.startswith(_OPTIMIZER) and _EXTRA_STATE not in key
+        self._stored: dict[str, dict[int | None, str]] = {}
+        for stored in found:
+            if not stored.startswith(_OPTIMIZER) and _EXTRA_STATE not in stored:
+                key, layer = key_and_layer(stored)
+                self._stored.setdefault(standard_key(key), {})[layer] = stored
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            key: found[rows[None]]
+            if None in rows
+            else _stacked(folder, [found[stored] for stored in rows.values()], key)
+            for key, rows in self._stored.items()
         }
-        self.shapes: Mapping[str, tuple[int, ...]] = {key: found[stored] for key, stored in self.stored_keys.items()}
         if not any(key.startswith(LAYERS) for key in self.shapes):
             raise CheckpointError(f"{folder} has no {LAYERS}*: it is not the checkpoint of a GPT")
         flat = next((key for key, shape in self.shapes.items() if key.startswith(LAYERS) and not shape), None)
         if flat is not None:
             raise CheckpointError(f"{folder} is damaged: {flat} is a single number, not stacked layers; copy it again")
-        numbered = next((key for key in self.shapes if key.removeprefix(LAYERS)[:1].isdigit()), None)
-        if numbered is not None:
-            raise CheckpointError(
-                f"{folder} numbers its layers ({numbered}) instead of stacking them; save it again without "
-                f"megatron-core's metadata non_homogeneous_layers"
-            )
+
+    def stored_place(self, key: str, layer: int | None) -> tuple[str, int | None]:
+        """The key under which a weight was saved, and its row there; None if the tensor is that weight alone."""
+        rows = self._stored[key]
+        if None in rows:
+            return rows[None], layer
+        assert layer is not None, key
+        return rows[sorted(each for each in rows if each is not None)[layer]], None
 
     def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
         """As `weights.WeightReader.read`."""
-        return self._experts.read(self.stored_keys[key], layer, expert)
+        return self._experts.read(key, layer, expert)
+
+
+def _stacked(folder: Path, shapes: Sequence[tuple[int, ...]], key: str) -> tuple[int, ...]:
+    """The shape of a tensor that stacks layers of these shapes."""
+    if len(set(shapes)) > 1:
+        raise CheckpointError(f"{folder}: layers of {key} have shapes {' and '.join(map(str, dict.fromkeys(shapes)))}")
+    return (len(shapes), *shapes[0])

@@ -18,6 +18,8 @@ MLP_NORM = LAYERS + "mlp.linear_fc1.layer_norm_"
 
 #: Tensors whose rows are the vocabulary, padded for the tensor-parallel size.
 VOCABULARY_KEYS = (WORD_EMBEDDING, OUTPUT_LAYER)
+#: What every kind of megatron-core's experts saves them under: all of a layer in one tensor [experts, outputs, inputs].
+_MEGATRONS_EXPERTS = EXPERTS + "experts."
 #: What a layer with separate norms calls them, and what its keys do.
 NORM_KEYS = {
     "input_layernorm.": ATTENTION_NORM.removeprefix(LAYERS),
@@ -33,7 +35,9 @@ def holds_experts(key: str) -> bool:
 
 
 def standard_key(name: str) -> str:
-    """The key of a parameter whose layers are stacked; a norm may have its module's name."""
+    """The key of a parameter whose layers are stacked; a norm may have its module's name, experts megatron-core's."""
+    if name.startswith(_MEGATRONS_EXPERTS):
+        return EXPERTS + name.removeprefix(_MEGATRONS_EXPERTS)
     for module, key in NORM_KEYS.items():
         if name.startswith(LAYERS + module):
             return LAYERS + key + name.removeprefix(LAYERS + module)

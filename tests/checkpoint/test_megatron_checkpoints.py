@@ -78,6 +78,24 @@ def test_a_run_goes_on_as_megatrons_own(ranks: RankPool, run: Path, saved_as: st
     assert len(theirs) == AFTER and theirs[0] != theirs[1]
 
 
+@pytest.mark.parametrize("style", ["experts", "some_experts"])
+def test_a_run_with_experts_goes_on(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, style: str) -> None:
+    """The second's layers differ, so that megatron-core saves them one by one."""
+    run, config = megatron_run(style, tmp_path_factory), config_of(style)
+    theirs = json.loads((run / "losses.json").read_text())
+    for parallel in (ParallelConfig(), ParallelConfig(expert_model_parallel_size=2)):
+        size = parallel.expert_model_parallel_size
+        found = resumed(ranks, run / "fully_reshardable", replace(config, parallel=parallel), num_ranks=size)
+        assert_same_state(found, expected_of(run))
+        assert found.losses == pytest.approx(theirs, abs=LOSS_TOLERANCE)
+    with pytest.raises(RankError, match="the optimizer's buffers of experts; save it again with"):
+        resumed(ranks, run / "dp_reshardable", config)
+    lean = resumed(ranks, run / "dp_reshardable", config, num_steps=1, options=LoadOptions(optimizer=False))
+    assert lean.progress.iteration == BEFORE
+    with pytest.raises(RankError, match="holds experts in the format torch; save it again with"):
+        resumed(ranks, run / "torch", config)
+
+
 def test_another_layout_and_level_read_the_same_values(ranks: RankPool, run: Path) -> None:
     parallel = ParallelConfig(tensor_model_parallel_size=2)
     found = resumed(ranks, run / "dp_reshardable", replace(config_of(run.name), parallel=parallel), num_ranks=2)

@@ -11,9 +11,11 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +24,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 
 from fp8_megatron.config.precision import PrecisionConfig
@@ -35,7 +40,22 @@ from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.mcore.transformer_config import transformer_config
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, VOCAB_SIZE, random_batches, tiny_config
 
-STYLES = {"gpt3": GPT3_STYLE, "llama": LLAMA_STYLE}
+EXPERTS = replace(
+    LLAMA_STYLE,
+    num_experts=4,
+    moe_ffn_hidden_size=64,
+    moe_shared_expert_intermediate_size=64,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.0,
+    moe_router_dtype="fp32",
+)
+STYLES = {
+    "gpt3": GPT3_STYLE,
+    "llama": LLAMA_STYLE,
+    "experts": EXPERTS,
+    "some_experts": replace(EXPERTS, moe_layer_freq="[0,1]", moe_shared_expert_intermediate_size=None),
+}
 #: Iterations before the checkpoint and after it; micro-batches of a step.
 BEFORE, AFTER, MICRO_BATCHES = 3, 2, 2
 OPTIMIZER = OptimizerConfig(optimizer="adamw", lr=1e-3, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0)
@@ -50,6 +70,8 @@ def arguments_of(config: Config) -> argparse.Namespace:
     """Megatron's arguments of the run, as far as a reader needs them, and some that need Megatron's code to be read."""
     model = dataclasses.asdict(config.model)
     del model["attention_backend"], model["vocab_size"]
+    if config.model.num_experts is not None:
+        model["moe_layer_freq"] = [int(layer in config.model.expert_layers) for layer in range(config.model.num_layers)]
     model["add_bias_linear"] = not model.pop("disable_bias_linear")
     return argparse.Namespace(
         **model,
@@ -95,7 +117,7 @@ def main(style: str, folder: str) -> None:
         seed_everything(0, device, tensor_parallel_rank=0, pipeline_rank=0)
         module = GPTModel(
             settings,
-            get_gpt_layer_local_spec(normalization=config.model.normalization),
+            _spec(config, settings),
             vocab_size=VOCAB_SIZE,
             max_sequence_length=config.model.seq_length,
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
@@ -105,6 +127,9 @@ def main(style: str, folder: str) -> None:
         for name, param in module.named_parameters():
             noise = 0.02 * torch.randn(param.shape, generator=generator)
             param.data = (noise + ("norm" in name and name.endswith("weight"))).bfloat16()
+        for name, buffer in module.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         # Small buckets of an overlapped reduction cut the optimizer's buffers into several.
         sharded = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=40_000
@@ -133,6 +158,16 @@ def main(style: str, folder: str) -> None:
         (root / "losses.json").write_text(json.dumps(losses))
 
 
+def _spec(config: Config, settings: TransformerConfig) -> ModuleSpec:
+    """Experts are a `SequentialMLP`, whose checkpoints are those of all kinds."""
+    if config.model.num_experts is None:
+        return get_gpt_layer_local_spec(normalization=config.model.normalization)
+    settings.moe_grouped_gemm, settings.moe_token_dispatcher_type = False, "allgather"
+    if set(settings.moe_layer_freq) == {1}:
+        settings.moe_layer_freq = 1
+    return get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization=config.model.normalization)
+
+
 def _let_a_cpu_pass() -> None:
     """megatron-core's optimizer and writer name CUDA where nothing depends on it."""
     kind = torch.Tensor.type
@@ -141,6 +176,7 @@ def _let_a_cpu_pass() -> None:
         found = kind(self, *args, **settings)
         return found if args or settings else "torch.cuda." + str(found).rpartition(".")[2]
 
+    moe_utils.te_general_gemm = None  # imported with Transformer Engine alone
     torch.Tensor.type = type_as_on_cuda
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -174,7 +210,7 @@ def _save(root: Path, module: GPTModel, optimizer: object, config: Config) -> No
             states[f"{kind}/{name}"] = found[key].detach().clone().view(param.shape)
         states[f"weight/{name}"] = param.detach().clone()
     root.mkdir(parents=True, exist_ok=True)
-    save_file(states, root / "states.safetensors")
+    save_file(_with_experts_joined(states), root / "states.safetensors")
     common = {
         "args": arguments_of(config),
         "checkpoint_version": 3.0,
@@ -196,6 +232,14 @@ def _save(root: Path, module: GPTModel, optimizer: object, config: Config) -> No
     content = {**common, "model": model, "optimizer": optimizer.state_dict()}
     torch.save({**content, "rng_state": [rng]}, folder / "model_optim_rng.pt")
     torch.save(distributed.get_parameter_state_dp_zero(use_gloo_comm=False), folder / "distrib_optim.pt")
+
+
+def _with_experts_joined(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of a layer in one tensor, as this project has them."""
+    joined: dict[str, list[torch.Tensor]] = {}
+    for name, value in states.items():
+        joined.setdefault(re.sub(r"local_experts\.\d+\.", "", name), []).append(value)
+    return {name: torch.stack(values) if "mlp.experts." in name else values[0] for name, values in joined.items()}
 
 
 def _new(root: Path) -> Path:
