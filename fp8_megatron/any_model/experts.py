@@ -12,7 +12,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch.nn.utils import parametrize
 from ..activation_functions import KINDS, Activation
 from ..dtypes import StorageDtype
 from ..errors import UserError
+from ..kernels.ops import Groups
+from ..nn.compiled import new_token
+from ..nn.compiled_experts import compiled_experts
 from ..nn.experts import fp8_experts, grouped_by_expert
 from ..nn.gemms import LinearParams, note_forward
 from ..nn.operands import as_rows
@@ -29,7 +32,6 @@ from ..nn.scaled_module import Layout, ScaledModule, stored
 from ..quantization import unfused
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.untraced import leaves_graph
 from ..quantization.weight_shards import stored_part
 from ..quantization.weight_views import Home
 from ..sharding.partition import CHUNK
@@ -53,6 +55,7 @@ class ExpertForm(NamedTuple):
             experts stands for none, and the probabilities [T, k].
         is_transposed: the weights are [E, H, Z] and [E, F, H].
         is_interleaved: columns of gate and up take turns, as in gpt-oss.
+        num_experts, num_columns: E, and Z of the first projection.
         activation: between both projections.
     """
 
@@ -61,6 +64,8 @@ class ExpertForm(NamedTuple):
     arguments: tuple[str, ...]
     is_transposed: bool
     is_interleaved: bool
+    num_experts: int
+    num_columns: int
     activation: Activation
 
     def layout(self, name: str) -> Layout | None:
@@ -102,14 +107,17 @@ class FP8Experts(ScaledModule):
         derived_from: the module's own class. Plain copies have it.
         form: what it computes.
         quantizers: of both projections.
+        token: for `torch.compile` (`nn.compiled`).
         recomputations: given if backward computes the first projection's output again; None: it is kept.
     """
 
-    fp8_attributes: ClassVar = ScaledModule.fp8_attributes | {"form", "recomputations"}
+    fp8_attributes: ClassVar = ScaledModule.fp8_attributes | {"form", "token", "recomputations", "_row_multiple"}
     derived_from: ClassVar[type[torch.nn.Module]]
     form: ExpertForm
     quantizers: tuple[LinearQuantizers, LinearQuantizers]
+    token: Tensor
     recomputations: Recomputations | None = None
+    _row_multiple: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """[T, H] in the dtype of the tokens. With plain weights (``functional_call``) nothing is in FP8."""
@@ -123,7 +131,7 @@ class FP8Experts(ScaledModule):
             output: Tensor = super().forward(*args, **kwargs)
             return output
         given = dict(zip(self.form.arguments, args, strict=False)) | kwargs
-        return _multiply(self, *(given[name] for name in self.form.arguments))
+        return self._multiply(*(given[name] for name in self.form.arguments))
 
     def layout(self, name: str) -> Layout | None:
         """See `ScaledModule.layout`."""
@@ -137,14 +145,73 @@ class FP8Experts(ScaledModule):
         """See `ScaledModule.plain_class`."""
         return self.derived_from
 
-    def linear_params(self) -> tuple[LinearParams, ...]:
-        """Both projections, for the function that computes them."""
-        quantizers = [one.evaluating() for one in self.quantizers] if self.evaluates else self.quantizers
-        weights: list[Any] = [self._parameters[name] for name in self.scaled_names]
-        biases: list[Any] = [None, None] if self.form.biases is None else [getattr(self, k) for k in self.form.biases]
-        if self.form.is_interleaved and biases[0] is not None:
-            biases[0] = _rows_apart(biases[0])
-        return tuple(LinearParams(*parts) for parts in zip(weights, biases, quantizers, strict=True))
+    @property
+    def activation(self) -> Activation:
+        """Between both projections."""
+        return self.form.activation
+
+    def linear_params(self, *, evaluates: bool) -> tuple[LinearParams, LinearParams]:
+        """Both projections without biases, for the function that computes them.
+
+        Args:
+            evaluates: their casts leave no amax behind.
+        """
+        first, second = (one.evaluating() if evaluates else one for one in self.quantizers)
+        weight1, weight2 = (cast(ScaledTensor, self._parameters[name]) for name in self.scaled_names)
+        return LinearParams(weight1, None, first), LinearParams(weight2, None, second)
+
+    def _multiply(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """[T, H] in x's dtype, of tokens [T, H] with their experts and probabilities [T, k]."""
+        form, (num_tokens, top_k) = self.form, index.shape
+        rows = as_rows(x.to(torch.bfloat16), self._row_multiple)
+        # One more expert: that of choices that count for nothing.
+        shape = (rows.shape[0], form.num_experts + 1)
+        probs = torch.zeros(shape, device=x.device).scatter_add(1, index, weights.float())[:, :-1].contiguous()
+        chosen = torch.zeros(shape, dtype=torch.bool, device=x.device).scatter(1, index, True)[:, :-1].contiguous()
+        groups = grouped_by_expert(chosen, top_k)
+        bias1, bias2 = (None, None) if form.biases is None else (getattr(self, name) for name in form.biases)
+        if bias1 is not None and form.is_interleaved:
+            bias1 = _rows_apart(bias1)
+        if torch.compiler.is_compiling():
+            y = self._compiled(rows, probs, groups, bias1)
+            y = y if bias2 is None else y + probs.to(y.dtype) @ bias2.to(y.dtype)
+        else:
+            y = self._computed(rows, probs, groups, bias1, bias2)
+        return y[:num_tokens].to(x.dtype)
+
+    def _computed(
+        self, rows: Tensor, probs: Tensor, groups: Groups, bias1: Tensor | None, bias2: Tensor | None
+    ) -> Tensor:
+        fc1, fc2 = self.linear_params(evaluates=self.evaluates)
+        if torch.is_grad_enabled():
+            note_forward(fc1)
+            note_forward(fc2)
+        recomputes = self.recomputations is not None
+        if self.recomputations is not None:
+            self.recomputations.were_found = True
+        fc1, fc2 = fc1._replace(bias=bias1), fc2._replace(bias=bias2)
+        return fp8_experts(rows, probs, groups, fc1, fc2, self.activation, recomputes=recomputes)
+
+    def _compiled(self, rows: Tensor, probs: Tensor, groups: Groups, bias1: Tensor | None) -> Tensor:
+        if self.recomputations is not None:
+            raise UserError(
+                f"{self.name}: recompute_activations does nothing under torch.compile, which decides itself what "
+                f"backward computes again: leave it out"
+            )
+        if torch.compiler._is_exporting_flag:  # torch 2.11's is_exporting() is true under torch.compile too
+            raise UserError(
+                f"{self.name}: torch.export takes no FP8 layer: export fp8_megatron.any_model.plain_model(model)"
+            )
+        if any(getattr(self, name).home is not self.home for name in self.scaled_names):
+            raise UserError(
+                f"{self.name}: torch.compile knows the experts' own FP8 weights alone: give functional_call plain ones"
+            )
+        columns, evaluates = self.form.num_columns, self.evaluates
+        return compiled_experts(rows, probs, groups, self.token, bias1, columns=columns, evaluates=evaluates)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.token = new_token(self)  # a copy is a layer of its own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state: Any = super().__reduce_ex__(2)[2:]
@@ -154,27 +221,6 @@ class FP8Experts(ScaledModule):
         """Sizes and casts."""
         shapes = ", ".join(f"{name}={tuple(getattr(self, name).shape)}" for name in self.scaled_names)
         return f"{shapes}, {self.form.activation.kind}, {self.quantizers[0]}"
-
-
-@leaves_graph
-def _multiply(module: FP8Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    fc1, fc2 = module.linear_params()
-    if torch.is_grad_enabled():
-        note_forward(fc1)
-        note_forward(fc2)
-    num_experts, (num_tokens, top_k) = len(fc1.weight), index.shape
-    rows = as_rows(x.to(torch.bfloat16), fc1.quantizers.input.format.size_multiple)
-    # One more expert: that of choices that count for nothing.
-    probs = torch.zeros(len(rows), num_experts + 1, device=x.device)
-    probs = probs.scatter_add(1, index, weights.float())[:, :num_experts]
-    chosen = torch.zeros(len(rows), num_experts + 1, dtype=torch.bool, device=x.device).scatter_(1, index, True)
-    groups = grouped_by_expert(chosen[:, :num_experts].contiguous(), top_k)
-    recomputations = module.recomputations
-    if recomputations is not None:
-        recomputations.were_found = True
-    recomputes = recomputations is not None
-    y = fp8_experts(rows, probs, groups, fc1, fc2, module.form.activation, recomputes=recomputes)
-    return y[:num_tokens].to(x.dtype)
 
 
 def expert_names(module: torch.nn.Module) -> ExpertNames | None:
@@ -241,6 +287,7 @@ def convert_experts(name: str, module: torch.nn.Module, names: ExpertNames, swap
     module.__class__ = fp8_class(type(module), tuple(names))
     assert isinstance(module, FP8Experts)
     module.form, module.name, module.home = form, name, Home(name)
+    module.token, module._row_multiple = new_token(module), swap.recipe.size_multiple
     module.quantizers = (swap.recipe.expert_quantizers(), swap.recipe.expert_quantizers())
     for key in names:
         old: Any = module._parameters[key]
@@ -276,9 +323,11 @@ def form_of(module: torch.nn.Module, names: ExpertNames) -> ExpertForm | None:
         return None
     if not isinstance(found, Tensor) or found.shape != trial.x.shape:
         return None
-    for is_transposed, is_interleaved in itertools.product(_orientations(*_shapes(module, names)), (False, True)):
+    first, second = _shapes(module, names)
+    for is_transposed, is_interleaved in itertools.product(_orientations(first, second), (False, True)):
+        sizes = first[0], first[2 if is_transposed else 1]
         for activation in _activations(module):
-            form = ExpertForm(names, biases, arguments, is_transposed, is_interleaved, activation)
+            form = ExpertForm(names, biases, arguments, is_transposed, is_interleaved, *sizes, activation)
             wanted = trial.output(form)
             if wanted is not None and ((found - wanted).norm(dim=1) <= _TOLERANCE * wanted.norm(dim=1)).all():
                 return form

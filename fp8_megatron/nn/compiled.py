@@ -46,15 +46,20 @@ class CompilableLayer(Protocol):
 #: Attribute of a compiled graph's node: the backward that asked, and the numbers of tokens that it does not reach.
 _LEFT_OUT = "_fp8_megatron_left_out"
 
-_layers: weakref.WeakValueDictionary[int, CompilableLayer] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def new_token(layer: CompilableLayer) -> Tensor:
+def new_token(layer: object) -> Tensor:
     """The token of `layer`, FP64 [1] on the CPU."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor([float(number)], dtype=torch.float64, device="cpu", requires_grad=True)
+
+
+def layer_of(token: Tensor) -> Any:
+    """The layer of a token."""
+    return _layers[int(token.item())]  # on the CPU: no wait for the device
 
 
 def compiled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -71,7 +76,7 @@ _NAMESPACE = "fp8_megatron"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
-def _define(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Declare the operator `name`, which `function` computes on every device.
 
     A compiler that records CUDA graphs leaves it out: a recording repeats kernels alone, and here Python says that the
@@ -155,12 +160,8 @@ def _linear_backward(
         UserError: the weight has hooks. Autograd runs them, and sees no gradient of a compiled layer's weight.
     """
     linear = _params(token, grad_output.new_empty(0) if has_bias else None, evaluates)
-    if linear.weight._backward_hooks:
-        raise UserError(
-            f"a weight of shape {tuple(linear.weight.shape)} has hooks (register_hook), and torch.compile leaves them "
-            f"out: remove them, or do not compile this layer"
-        )
-    needs_grad_weight = kept.numel() > 0 and _is_wanted(token)
+    check_no_hooks(linear.weight)
+    needs_grad_weight = kept.numel() > 0 and is_wanted(token)
     if scales_rows:
         rows = kept if needs_grad_weight else None
         grads = row_scaled.backward(grad_output, rows, linear, needs_grad_input=needs_grad_input)
@@ -170,7 +171,7 @@ def _linear_backward(
         grads = linear_backward(grad_output, part, linear, needs_grad_input=needs_grad_input)
     grad_input, grad_weight, grad_bias = grads
     if grad_weight is not None:
-        _add_to_grad(linear.weight, grad_weight)
+        add_to_grad(linear.weight, grad_weight)
     return (
         grad_output.new_empty(0) if grad_input is None else grad_input,
         grad_output.new_empty(0, dtype=torch.float32) if grad_bias is None else grad_bias,
@@ -197,8 +198,8 @@ def _fake_linear_backward(
     )
 
 
-_define("linear", _linear, _fake_linear)
-_define("linear_backward", _linear_backward, _fake_linear_backward)
+define("linear", _linear, _fake_linear)
+define("linear_backward", _linear_backward, _fake_linear_backward)
 
 
 class _Linear(torch.autograd.Function):
@@ -240,13 +241,13 @@ class _Linear(torch.autograd.Function):
 
 
 def decides_by_tokens(node: Any) -> bool:
-    """Whether `node`, autograd's of the backward that runs, is of a compiled graph that has asked `_is_wanted` of its
+    """Whether `node`, autograd's of the backward that runs, is of a compiled graph that has asked `is_wanted` of its
     layers: their weights are none of its inputs, of which there are hundreds.
     """
     return hasattr(node, _LEFT_OUT)
 
 
-def _is_wanted(token: Tensor) -> bool:
+def is_wanted(token: Tensor) -> bool:
     """Whether the backward that runs reaches `token`. ``torch.autograd.grad`` and ``backward(inputs=…)`` ask for some
     gradients alone, and a compiled graph computes all of them.
 
@@ -270,11 +271,24 @@ def _is_wanted(token: Tensor) -> bool:
 
 
 def _params(token: Tensor, bias: Tensor | None, evaluates: bool) -> LinearParams:
-    layer = _layers[int(token.item())]  # on the CPU: no wait for the device
+    layer: CompilableLayer = layer_of(token)
     return LinearParams(layer.weight, bias, layer.quantizers.evaluating() if evaluates else layer.quantizers)
 
 
-def _add_to_grad(weight: Tensor, grad: Tensor) -> None:
+def check_no_hooks(weight: Tensor) -> None:
+    """Check that a weight has no hooks, which autograd would run if it saw the weight's gradient.
+
+    Raises:
+        UserError: it has some.
+    """
+    if weight._backward_hooks:
+        raise UserError(
+            f"a weight of shape {tuple(weight.shape)} has hooks (register_hook), and torch.compile leaves them out: "
+            f"remove them, or do not compile this layer"
+        )
+
+
+def add_to_grad(weight: Tensor, grad: Tensor) -> None:
     """What autograd does where a weight has no `main_grad`."""
     grad = grad.to(weight.dtype)
     weight.grad = grad if weight.grad is None else weight.grad + grad

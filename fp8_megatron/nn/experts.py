@@ -16,8 +16,8 @@ to the host. Of the probabilities and the choice of experts each rank gets the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,6 +120,101 @@ def fp8_experts(
     return output if fc2.bias is None else output + probs.to(output.dtype) @ fc2.bias.to(output.dtype)
 
 
+class KeptByExperts(NamedTuple):
+    """What forward keeps for backward beside `Groups`.
+
+    Attributes:
+        payload, scale: of the tokens, FP8 [T, H] and FP32 [1].
+        z: fc1's output, BF16 [R, Z]; None: it is computed again.
+        row_probs: FP32 [R].
+        hidden_scale: of fc2's input, FP32 [1].
+    """
+
+    payload: Tensor
+    scale: Tensor
+    z: Tensor | None
+    row_probs: Tensor
+    hidden_scale: Tensor
+
+
+def experts_forward(
+    x: Tensor,
+    probs: Tensor,
+    groups: Groups,
+    fc1: LinearParams,
+    fc2: LinearParams,
+    activation: Activation,
+    *,
+    recomputes: bool,
+) -> tuple[Tensor, KeptByExperts]:
+    """`fp8_experts` without autograd and without fc2's bias, and what backward takes."""
+    tokens = fc1.quantizers.input.quantize(TensorSource(x), sync=fc1.parallelism.sync)
+    z = _fc1_output(tokens, fc1, groups)
+    row_probs = probs_of_rows(probs, groups)
+    hidden = fc2.quantizers.input.quantize(ExpertActivationSource(z, row_probs, groups.offsets, activation))
+    y = hidden.multiply_groups(weight_operand(fc2), groups.offsets)
+    kept = KeptByExperts(tokens.payload, tokens.scale, None if recomputes else z, row_probs, hidden.scale)
+    del z
+    return fc2.parallelism.sum(Computed(ops.sum_rows(y, groups.rows))), kept
+
+
+class ExpertGrads(NamedTuple):
+    """Gradients of `experts_forward`. A weight's is None if its `main_grad` has it, or nobody needs it."""
+
+    x: Tensor
+    probs: Tensor
+    weight1: Tensor | None
+    weight2: Tensor | None
+    bias1: Tensor | None
+
+
+def experts_backward(
+    grad_output: Tensor,
+    kept: KeptByExperts,
+    groups: Groups,
+    fc1: LinearParams,
+    fc2: LinearParams,
+    activation: Activation,
+    *,
+    probs_shape: torch.Size,
+    needs: Sequence[bool],
+) -> ExpertGrads:
+    """The gradients, as autograd or `main_grad` takes them.
+
+    Args:
+        grad_output: [T, H].
+        needs: whether the first and the second weight and the first bias need one.
+    """
+    dtype, offsets, format = grad_output.dtype, groups.offsets, fc1.quantizers.input.format
+    needs_grad1, needs_grad2, needs_grad_bias = needs
+    own_tokens, z = Quantized(kept.payload, None, kept.scale, format), kept.z
+    if z is None:  # before the gradient is gathered: a gather may reuse the memory of the one before
+        z = _fc1_output(own_tokens, fc1, groups, recomputes=True)
+    grad = fc2.cast_grad(grad_output.contiguous(), transposed=False)[0].whole()
+    rows = grad.gather(groups, transposed=True)
+    source = ExpertActivationGradSource(
+        rows.multiply_groups(transposed_weight(fc2), offsets),
+        ExpertActivationSource(z, kept.row_probs, offsets, activation),
+        fc2.quantizers.input.format,
+        kept.hidden_scale,
+    )
+    cast = fc1.quantizers.grad_output.quantize(source)
+    del source, z
+    grad_weight2 = _deliver(rows.t, cast.activation.t, fc2, dtype, offsets) if needs_grad2 else None
+    del rows
+    tokens = fc1.parallelism.gather(own_tokens)
+    grad_rows = cast.operand.multiply_groups(transposed_weight(fc1), offsets)
+    grad_x = fc1.parallelism.start_grad_sum(Computed(ops.sum_rows(grad_rows, groups.rows)))
+    del grad_rows
+    grad_weight1 = None
+    if needs_grad1:
+        columns = tokens.whole().gather(groups, rowwise=False, transposed=True).t
+        grad_weight1 = _deliver(cast.operand.t, columns, fc1, dtype, offsets)
+    grad_probs = _probs_of_tokens(cast.grad_probs, groups, probs_shape)
+    grad_bias = _sums_of_groups(cast.operand.t, offsets, format) if needs_grad_bias else None
+    return ExpertGrads(grad_x.wait(), grad_probs, grad_weight1, grad_weight2, grad_bias)
+
+
 class _FP8Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -136,50 +231,20 @@ class _FP8Experts(torch.autograd.Function):
         recomputes: bool,
         needs_backward: bool,
     ) -> Tensor:
-        tokens = fc1.quantizers.input.quantize(TensorSource(x), sync=fc1.parallelism.sync)
-        z = _fc1_output(tokens, fc1, groups)
-        row_probs = probs_of_rows(probs, groups)
-        hidden = fc2.quantizers.input.quantize(ExpertActivationSource(z, row_probs, groups.offsets, activation))
-        y = hidden.multiply_groups(weight_operand(fc2), groups.offsets)
+        y, kept = experts_forward(x, probs, groups, fc1, fc2, activation, recomputes=recomputes)
         if needs_backward:
-            kept = None if recomputes else z
-            ctx.save_for_backward(tokens.payload, tokens.scale, kept, row_probs, hidden.scale, *groups)
-            ctx.fc1, ctx.fc2, ctx.activation, ctx.probs_shape = fc1, fc2, activation, probs.shape
-        return fc2.parallelism.sum(Computed(ops.sum_rows(y, groups.rows)))
+            ctx.save_for_backward(*kept, *groups)
+            ctx.call, ctx.probs_shape = (fc1, fc2, activation), probs.shape
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        payload, scale, z, row_probs, hidden_scale, *routed = ctx.saved_tensors
-        fc1, fc2, groups = ctx.fc1, ctx.fc2, Groups(*routed)
-        dtype, offsets = grad_output.dtype, groups.offsets
-        own_tokens = Quantized(payload, None, scale, fc1.quantizers.input.format)
-        if z is None:  # before the gradient is gathered: a gather may reuse the memory of the one before
-            z = _fc1_output(own_tokens, fc1, groups, recomputes=True)
-        grad = fc2.cast_grad(grad_output.contiguous(), transposed=False)[0].whole()
-        rows = grad.gather(groups, transposed=True)
-        source = ExpertActivationGradSource(
-            rows.multiply_groups(transposed_weight(fc2), offsets),
-            ExpertActivationSource(z, row_probs, offsets, ctx.activation),
-            fc2.quantizers.input.format,
-            hidden_scale,
-        )
-        cast = fc1.quantizers.grad_output.quantize(source)
-        del source
-        needs_grad1, needs_grad2, needs_grad_bias = ctx.needs_input_grad[2:5]
-        grad_weight2 = _deliver(rows.t, cast.activation.t, fc2, dtype, offsets) if needs_grad2 else None
-        del rows
-        tokens = fc1.parallelism.gather(own_tokens)
-        grad_rows = cast.operand.multiply_groups(transposed_weight(fc1), offsets)
-        grad_x = fc1.parallelism.start_grad_sum(Computed(ops.sum_rows(grad_rows, groups.rows)))
-        del grad_rows
-        grad_weight1 = None
-        if needs_grad1:
-            columns = tokens.whole().gather(groups, rowwise=False, transposed=True).t
-            grad_weight1 = _deliver(cast.operand.t, columns, fc1, dtype, offsets)
-        grad_probs = _probs_of_tokens(cast.grad_probs, groups, ctx.probs_shape)
-        grad_bias = _sums_of_groups(cast.operand.t, offsets, fc1.quantizers.input.format) if needs_grad_bias else None
-        return grad_x.wait(), grad_probs, grad_weight1, grad_weight2, grad_bias, *[None] * 6
+        saved, num_kept = ctx.saved_tensors, len(KeptByExperts._fields)
+        kept, groups = KeptByExperts(*saved[:num_kept]), Groups(*saved[num_kept:])
+        needs = ctx.needs_input_grad[2:5]
+        grads = experts_backward(grad_output, kept, groups, *ctx.call, probs_shape=ctx.probs_shape, needs=needs)
+        return *grads, *[None] * 6
 
 
 def _fc1_output(tokens: Quantized, fc1: LinearParams, groups: Groups, *, recomputes: bool = False) -> Tensor:

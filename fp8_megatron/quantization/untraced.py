@@ -1,4 +1,4 @@
-"""Functions with which `torch.compile` begins no graph, or that it never traces."""
+"""Functions with which `torch.compile` begins no graph."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _frames: Any = torch._C._dynamo.eval_frame
 # `torch._dynamo.eval_frame.skip_code` does so, and takes seconds to import.
-_ACTIONS = _frames._FrameAction
-_SKIP = _frames._FrameExecStrategy(_ACTIONS.SKIP, _ACTIONS.DEFAULT)
-_SKIP_ALL = _frames._FrameExecStrategy(_ACTIONS.SKIP, _ACTIONS.SKIP)
+_SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 
 
 def enters_no_graph(function: _Function) -> _Function:
@@ -24,11 +22,4 @@ def enters_no_graph(function: _Function) -> _Function:
     layer there (torch 2.13).
     """
     _frames.set_code_exec_strategy(function.__code__, _SKIP)
-    return function
-
-
-def leaves_graph(function: _Function) -> _Function:
-    """Decorator: a compiler breaks its graph at a call of `function`, and runs it and what it calls as they are."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
-    _frames.set_code_exec_strategy(function.__code__, _SKIP_ALL)
     return function

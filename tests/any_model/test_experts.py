@@ -200,11 +200,15 @@ def test_frozen_experts_and_recomputing() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_a_compiler_leaves_its_graph() -> None:
-    model, optimizer = start("qwen3")
-    compiled, its_optimizer = start("qwen3")
-    compiled.model.layers[0].mlp = torch.compile(compiled.model.layers[0].mlp, backend="aot_eager")
+@pytest.mark.parametrize(("name", "recipe"), [("qwen3", "delayed"), ("gpt_oss", "tensorwise")])
+def test_they_are_part_of_a_compiled_graph(name: str, recipe: str) -> None:
+    model, optimizer = start(name, recipe=recipe)
+    compiled, its_optimizer = start(name, recipe=recipe)
+    for layer in compiled.model.layers:
+        layer.mlp = torch.compile(layer.mlp, backend="aot_eager", fullgraph=True)
     assert train(compiled, its_optimizer, range(2)) == train(model, optimizer, range(2))
+    with torch.no_grad():
+        assert torch.equal(loss_of(compiled.eval(), 0), loss_of(model.eval(), 0))
 
 
 class Experts(torch.nn.Module):
