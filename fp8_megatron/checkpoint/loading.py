@@ -32,6 +32,7 @@ from .run_state import (
 )
 from .same_model import unread_tensor
 from .saved_run import Elements, SavedRun, differing_setting
+from .upcycling import load_upcycled
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +46,14 @@ class LoadOptions:
         finetune: load weights only, and start from iteration 0.
         optimizer: its states and step count (--no-load-optim leaves them at zero). A model that is evaluated has none.
         rng: states of random generators (--no-load-rng).
+        upcycles: make experts of the MLPs of a dense model, of this granularity; with `finetune`.
     """
 
     iteration: int | None = None
     finetune: bool = False
     optimizer: bool = True
     rng: bool = True
+    upcycles: int | None = None
 
 
 def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = None) -> Progress | None:
@@ -68,11 +71,13 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     """
     options = options or LoadOptions()
     theirs = Ranks(state.topology).first_says(lambda: megatron_folder(root, options.iteration))
-    if theirs is not None:
+    if theirs is not None and options.upcycles is None:
         return load_megatron_checkpoint(theirs, state, options)
-    folder = _choose(root, state, options.iteration)
+    folder = theirs or _choose(root, state, options.iteration)
     if folder is None:
         return None
+    if options.upcycles is not None:
+        return load_upcycled(folder, state, options.upcycles)
     saved = SavedRun(folder)
     _check_model(saved, state, finetune=options.finetune)
     loads_state = options.optimizer and not options.finetune and state.is_trained

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..config.schema import ModelConfig
 from ..optimizer.split_state import SplitSpaceState
+from ..optimizer.state import SpaceState
+from ..sharding.partition import Slot
 from .files import CheckpointError, candidates, is_megatron_checkpoint, is_torch_files, iteration_folder
 from .megatron_checkpoint import STATES, MegatronCheckpoint
 from .megatron_layout import Name
@@ -80,16 +82,7 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
     for space, slot, placement in state.slots():
         for kind in state.kinds if loads_moments else (MASTER,):
             stored = kind if takes_masters else "weight"
-            local = _local(saved, stored, placement, state.vocab_size).to(state.device)
-            if kind == MASTER and isinstance(space, SplitSpaceState):
-                space.set_master(slot, local.view(slot.param.shape), None)
-                continue
-            flat = local.reshape(-1)
-            for fragment in space.space.fragments(slot):
-                part = torch.zeros(fragment.length, device=state.device)
-                values = flat[fragment.slot_start : fragment.slot_start + fragment.length]
-                part[: values.numel()] = values
-                space.part(kind, slot, fragment).store_(part)
+            store(space, slot, kind, _local(saved, stored, placement, state.vocab_size).to(state.device))
     for space in state.optimizer.states:
         space.derive_weights()
     for buffer, placement in state.buffers():
@@ -186,7 +179,11 @@ def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetun
 def _local(saved: MegatronCheckpoint, kind: str, placement: Placement, vocab_size: int) -> Tensor:
     """This rank's part of a parameter, FP32."""
     name = Name(placement.key, placement.region.stacked[0][0] if placement.region.stacked else None)
-    whole = saved.read(kind, name)
+    return local_part(saved.read(kind, name), placement, vocab_size)
+
+
+def local_part(whole: Tensor, placement: Placement, vocab_size: int) -> Tensor:
+    """This rank's part of a whole parameter, which may have another number of rows of padding."""
     first_axis = len(placement.region.stacked)
     if placement.has_vocabulary_rows and whole.shape[0] != placement.region.global_shape[0]:
         whole = _repadded(whole, vocab_size, placement.region.global_shape[0])
@@ -198,6 +195,19 @@ def _local(saved: MegatronCheckpoint, kind: str, placement: Placement, vocab_siz
         )
         flat[part.start : part.start + part.numel] = whole[box].reshape(-1)
     return flat.view(placement.region.shape)
+
+
+def store(space: SpaceState, slot: Slot, kind: str, local: Tensor) -> None:
+    """Take this rank's part of a parameter, FP32 on the device, as a kind of its state."""
+    if kind == MASTER and isinstance(space, SplitSpaceState):
+        space.set_master(slot, local.view(slot.param.shape), None)
+        return
+    flat = local.reshape(-1)
+    for fragment in space.space.fragments(slot):
+        part = torch.zeros(fragment.length, device=local.device)
+        values = flat[fragment.slot_start : fragment.slot_start + fragment.length]
+        part[: values.numel()] = values
+        space.part(kind, slot, fragment).store_(part)
 
 
 def _repadded(whole: Tensor, vocab_size: int, num_rows: int) -> Tensor:

@@ -126,7 +126,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         return  # `_check_length` reports it
     # A run that resumes may be past the batches that its ranks cannot share: `check_batches` follows, once its place is
     # known.
-    starts_over = config.checkpoint.load is None or config.checkpoint.finetune
+    starts_over = config.checkpoint.load is None or config.checkpoint.loads_weights_alone
     first = 0 if starts_over else batches.phases[-1][0]
     problem = batch_problem(batches, config, world_size, first)
     if problem is not None:

@@ -57,7 +57,9 @@ def _problems(config: Config) -> Iterator[str]:
     if checkpoint.load is None or number("TORCHELASTIC_RESTART_COUNT", 0) > 0:
         return
     problem = load_problem(Path(checkpoint.load))
-    needs_one = checkpoint.finetune or checkpoint.exit_on_missing_checkpoint or not checkpoint.loads_what_it_saves
+    needs_one = (
+        checkpoint.loads_weights_alone or checkpoint.exit_on_missing_checkpoint or not checkpoint.loads_what_it_saves
+    )
     may_be_missing = checkpoint.pretrained_checkpoint is not None or not needs_one
     if problem is not None and (Path(checkpoint.load).exists() or not may_be_missing):
         yield problem

@@ -153,6 +153,8 @@ _RULES = (
         " ".join([*(each.name for each in fields(MoeConfig) if each.name != "num_experts"), *_OF_EXPERTS]),
         *("num_experts", (None,), "give --num-experts"),
     ),
+    Ignored("moe_use_upcycling", "num_experts", (None,), "give --num-experts"),
+    Ignored("moe_upcycling_granularity", "moe_use_upcycling", (False,), "give --moe-use-upcycling"),
     Ignored(
         "moe_router_bias_update_rate", "moe_router_enable_expert_bias", (False,), "give --moe-router-enable-expert-bias"
     ),

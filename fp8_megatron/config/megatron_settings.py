@@ -103,7 +103,14 @@ def _within_reach(section: _Section, *names: str) -> _Section:
 def _only_loading(checkpoint: CheckpointConfig) -> CheckpointConfig:
     """What says where weights come from, and nothing of saving."""
     from_where = ("load", "ckpt_step", "finetune", "exit_on_missing_checkpoint", "pretrained_checkpoint")
-    what = ("load_optim", "load_rng", "use_checkpoint_args", "use_tokenizer_model_from_checkpoint_args")
+    what = (
+        "moe_use_upcycling",
+        "moe_upcycling_granularity",
+        "load_optim",
+        "load_rng",
+        "use_checkpoint_args",
+        "use_tokenizer_model_from_checkpoint_args",
+    )
     return CheckpointConfig(**{name: getattr(checkpoint, name) for name in (*from_where, *what)})
 
 

@@ -169,6 +169,8 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
     if checkpoint.load is None:
         if checkpoint.finetune:
             yield "finetune takes weights from load, which is not given; give --load"
+        if checkpoint.moe_use_upcycling and checkpoint.pretrained_checkpoint is None:
+            yield "moe_use_upcycling takes weights from a checkpoint; give --load, or --pretrained-checkpoint"
         if checkpoint.use_checkpoint_args:
             yield "use_checkpoint_args takes settings from load, which is not given; give --load"
         if checkpoint.exit_on_missing_checkpoint:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .fields import Count, CountOrZero
+from .fields import Count, CountOrZero, Size
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class CheckpointConfig:
     """On: save the states of random generators."""
     pretrained_checkpoint: str | None = None
     """Folder to load the first weights from, as --finetune does, if --load holds no checkpoint of this run yet."""
+    moe_use_upcycling: bool = False
+    """Make the experts of a layer of the MLP of a model without experts. Its checkpoint is that of
+    --pretrained-checkpoint, or of --load, of which the weights are loaded alone."""
+    moe_upcycling_granularity: Size = 1
+    """Experts that one such MLP is cut into."""
     use_checkpoint_args: bool = False
     """Take model settings and tokenizer from the checkpoint of --load. Flags and --config files override them."""
     use_tokenizer_model_from_checkpoint_args: bool = True
@@ -67,6 +72,16 @@ class CheckpointConfig:
     def loads_what_it_saves(self) -> bool:
         """Whether --load and --save name one folder, so that a run without a checkpoint starts from scratch."""
         return None not in (self.load, self.save) and Path(self.load or "").resolve() == Path(self.save or "").resolve()
+
+    @property
+    def loads_weights_alone(self) -> bool:
+        """Whether --load gives the first weights and nothing else."""
+        return self.finetune or (self.moe_use_upcycling and self.pretrained_checkpoint is None)
+
+    @property
+    def upcycles(self) -> int | None:
+        """The granularity of upcycling; None without it."""
+        return self.moe_upcycling_granularity if self.moe_use_upcycling else None
 
     def saves_at(self, iteration: int) -> bool:
         """Whether an interval ends with this step."""

@@ -34,6 +34,7 @@ from ..checkpoint.run_state import Progress, Resumable
 from ..checkpoint.saved_run import differing_setting
 from ..checkpoint.saved_settings import differing_order
 from ..checkpoint.saving import CheckpointWriter, Retention
+from ..checkpoint.upcycling import upcycling_problem
 from ..config.folder_checks import load_problem
 from ..config.schema import CheckpointConfig, Config
 from ..device.device import node_size
@@ -150,7 +151,9 @@ def check_what_is_loaded(config: Config) -> None:
         return
     folder, finetune = iteration_folder(source.root, source.newest), source.options.finetune
     problem: str | None
-    if is_megatron_checkpoint(folder):
+    if source.options.upcycles is not None:
+        problem = upcycling_problem(folder, config.model, source.options.upcycles)
+    elif is_megatron_checkpoint(folder):
         problem = differing_argument(open_megatron_checkpoint(folder), config.model, finetune=finetune)
     else:
         problem = differing_setting(folder, config.model, finetune=finetune)
@@ -250,7 +253,11 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
     else:
         root, iteration = named_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
         options = LoadOptions(
-            iteration, finetune=checkpoint.finetune, optimizer=checkpoint.load_optim, rng=checkpoint.load_rng
+            iteration,
+            finetune=checkpoint.loads_weights_alone,
+            optimizer=checkpoint.load_optim,
+            rng=checkpoint.load_rng,
+            upcycles=checkpoint.upcycles if checkpoint.pretrained_checkpoint is None else None,
         )
         source = CheckpointSource(root, options)
     found = candidates(source.root, source.options.iteration) if source.root.is_dir() else []
@@ -276,7 +283,8 @@ def _pretrained(checkpoint: CheckpointConfig) -> CheckpointSource | None:
     found = candidates(root, iteration) if root.is_dir() else []
     if not found:
         raise CheckpointError(no_checkpoint("pretrained_checkpoint", root))
-    return CheckpointSource(root, LoadOptions(iteration, finetune=True), newest=found[0])
+    options = LoadOptions(iteration, finetune=True, upcycles=checkpoint.upcycles)
+    return CheckpointSource(root, options, newest=found[0])
 
 
 def _allow_missing(checkpoint: CheckpointConfig, source: CheckpointSource, *, quiet: bool) -> None:

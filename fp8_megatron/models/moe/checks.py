@@ -38,6 +38,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _precision_problems(config)
     yield from _memory_problems(config)
     yield from _width_problems(config)
+    yield from _upcycling_problems(config)
 
 
 def _layer_problems(config: Config) -> Iterator[str]:
@@ -165,6 +166,28 @@ def _memory_problems(config: Config) -> Iterator[str]:
         return  # `_layer_problems` reports it
     if "mlp" in training.recomputed_modules and not has_dense:
         yield "recompute_modules(mlp): every layer has experts; choose moe"
+
+
+def _upcycling_problems(config: Config) -> Iterator[str]:
+    """Check that the MLPs of a dense model make these experts."""
+    model, granularity = config.model, config.checkpoint.upcycles
+    if granularity is None or model.num_experts is None:
+        return
+    if model.num_experts % granularity:
+        yield (
+            f"num_experts({model.num_experts}) % moe_upcycling_granularity({granularity}) = "
+            f"{model.num_experts % granularity}; choose a granularity that divides the experts"
+        )
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is not None:
+        name = f"moe_shared_expert_intermediate_size({shared})"
+        yield f"moe_use_upcycling: a model without experts has no {name}; drop it"
+    width, mlp = granularity * model.expert_ffn_hidden_size, model.padded_ffn_hidden_size
+    if len(model.expert_layers) < model.num_layers and width != mlp:
+        yield (
+            f"moe_use_upcycling: {granularity} × moe_ffn_hidden_size({model.expert_ffn_hidden_size}) = {width} is not "
+            f"ffn_hidden_size({mlp}) of the layers without experts; give one width of all MLPs"
+        )
 
 
 def _width_problems(config: Config) -> Iterator[str]:
