@@ -111,6 +111,7 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
             "name losses once, sinkhorn or none alone",
         ),
         ("--moe-aux-loss-coeff 1 2", "moe_aux_loss_coeff has 2 factors for 1 losses"),
+        ("--moe-aux-loss-coeff 1e31", "moe_aux_loss_coeff(1e31) are not factors of at least 0 and up to 1e+30"),
         ("--moe-aux-loss-coeff much", "moe_aux_loss_coeff(much) are not factors"),
         ("--precision te", "experts are in FP8 or BF16, not te"),
         ("--fp8-recipe blockwise", "num_experts with fp8_recipe(blockwise)"),
@@ -123,7 +124,10 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
             "recompute_modules(shared_experts): there is none",
         ),
         ("--hidden-size 512 --moe-ffn-hidden-size 24", "moe_ffn_hidden_size(24) is not a multiple of 16"),
-        ("--moe-ffn-hidden-size 8 --bf16", "= 2048 is not a multiple of 4096"),
+        (
+            "--moe-ffn-hidden-size 8 --bf16",
+            "= 2048 is not a multiple of 4096, in which an expert's weights are stored; choose a multiple of 16 (16)",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_line_with_its_values(flags: str, said: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd, lcm
 
+from ...config.fields import MAX_REAL
 from ...config.moe import ALONE, LOSSES
 from ...config.schema import Config
 from ...config.words import multiples_near, shortened
@@ -133,11 +135,14 @@ def _balance_problems(config: Config) -> Iterator[str]:
         )
         return
     try:
-        bad = [factor for factor in model.balancing_losses.values() if not 0 <= factor < float("inf")]
+        bad = [factor for factor in model.balancing_losses.values() if not 0 <= factor <= MAX_REAL]
     except ValueError:
         bad = [0.0]
     if bad:
-        yield f"moe_aux_loss_coeff({shortened(' '.join(factors))}) are not factors of at least 0; give such as 1e-3"
+        yield (
+            f"moe_aux_loss_coeff({shortened(' '.join(factors))}) are not factors of at least 0 and up to "
+            f"{MAX_REAL:g}; give such as 1e-3"
+        )
     elif kinds == ("sinkhorn",) and model.balancing_losses["sinkhorn"] > 0:
         yield f"moe_aux_loss_coeff({factors[0]}): sinkhorn has no loss; give 0, or drop it"
 
@@ -198,17 +203,23 @@ def _width_problems(config: Config) -> Iterator[str]:
     sizes = [("moe_ffn_hidden_size", width, ranks)]
     if shared is not None:
         sizes.append(("moe_shared_expert_intermediate_size", shared, parallel.tensor_model_parallel_size))
+    of_gemm = multiple if config.precision.is_fp8 else 1
     for name, size, sharing in sizes:
-        needed = sharing * (multiple if config.precision.is_fp8 else 1)
-        if size % needed:
-            on_each = "" if sharing == 1 else f" on each of {sharing} ranks"
+        if size % (sharing * of_gemm):
             yield (
-                f"{name}({size}) is not a multiple of {needed // sharing}{on_each}; choose a multiple of {needed} "
-                f"({multiples_near(size, needed)})"
+                f"{name}({size}) is not a multiple of {of_gemm}{_on_each(sharing)}; {_choice(size, sharing * of_gemm)}"
             )
-    if width % ranks == 0 and width // ranks * model.hidden_size % _CHUNK:
-        numel = width // ranks * model.hidden_size
+    if width % (ranks * of_gemm) == 0 and width // ranks * model.hidden_size % _CHUNK:
+        numel, needed = width // ranks * model.hidden_size, lcm(_CHUNK // gcd(_CHUNK, model.hidden_size), of_gemm)
         yield (
-            f"hidden_size({model.hidden_size}) × moe_ffn_hidden_size({width}) / {ranks} ranks = {numel} is not a "
-            f"multiple of {_CHUNK}, which an expert's weights are stored in; choose other widths"
+            f"moe_ffn_hidden_size({width}) × hidden_size({model.hidden_size}) = {numel}{_on_each(ranks)} is not a "
+            f"multiple of {_CHUNK}, in which an expert's weights are stored; {_choice(width, ranks * needed)}"
         )
+
+
+def _on_each(sharing: int) -> str:
+    return "" if sharing == 1 else f" on each of {sharing} ranks"
+
+
+def _choice(size: int, needed: int) -> str:
+    return f"choose a multiple of {needed} ({multiples_near(size, needed)})"
