@@ -109,12 +109,18 @@ class Router(TopKRouter):
         *unused: Any,
         **others: Any,
     ) -> Tensor:
-        """Attach a loss that balances the experts to the probabilities."""
-        return self._attached(activation, aux_loss_name, aux_loss, aux_loss_coeff)
+        """Attach a loss that balances the experts to the probabilities.
 
-    def _attached(self, activation: Tensor, name: str, loss: Tensor, coefficient: float) -> Tensor:
-        """`activation`, whose backward also sends back the gradient of `loss`."""
+        A data-parallel rank has a part of the loss over the global batch, and gradients are averaged over those ranks.
+        """
+        is_part = aux_loss_name == LOSSES["global_aux_loss"]
+        factor = self.tp_dp_cp_group.size() // self.tp_cp_group.size() if is_part else 1
+        return self._attached(activation, aux_loss_name, aux_loss, aux_loss_coeff, factor=factor)
+
+    def _attached(self, activation: Tensor, name: str, loss: Tensor, coefficient: float, *, factor: int = 1) -> Tensor:
+        """`activation`, whose backward also sends back `factor` times the gradient of `loss`."""
         self.means[self.mean_names.index(name)].add_(loss.detach().float() / coefficient)
+        loss = loss * factor
         if self.calculate_per_token_loss:  # the gradient is divided by the tokens later
             loss = loss * activation.shape[0]
         attached: Tensor = MoEAuxLossAutoScaler.apply(activation, loss)

@@ -129,3 +129,12 @@ def test_ranks_that_drop_tokens_train(ranks: RankPool, precision: str, layout: s
     assert single.losses != trained(ranks, "softmax", precision, (1, ParallelConfig())).losses
     assert single.losses[-1] < single.losses[0] - 0.1
     assert shared.losses == pytest.approx(single.losses, abs=5e-3 if precision == "bf16" else 1.5e-2)
+
+
+def test_the_loss_over_the_global_batch_is_as_strong_on_two_ranks(ranks: RankPool) -> None:
+    """Its gradient is nearly all that there is, and one rank has the same batch at once."""
+    model = replace(MODEL, moe_router_load_balancing_type=("global_aux_loss",), moe_aux_loss_coeff=("1000",))
+    both = random_batches(1, 1, micro_batch_size=4)
+    single = run(ranks, model, PRECISIONS["bf16"], "one", both)
+    shared = run(ranks, model, PRECISIONS["bf16"], "dp2", both.unflatten(2, (2, 2)).flatten(1, 2))
+    assert shared.grad_norms == pytest.approx(single.grad_norms, rel=0.03)
