@@ -22,7 +22,8 @@ from ..quantization.recipe import Recipe
 from ..quantization.weight_shards import stored_part
 from . import attention, experts, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
-from .experts import FP8Experts, convert_experts, expert_names
+from .expert_form import expert_names
+from .experts import FP8Experts, convert_experts
 from .heads import language_heads
 from .module_swap import Swap, has_hooks
 from .optimizer import is_sharded

@@ -10,7 +10,7 @@ import torch
 
 from ..nn.scaled_module import ScaledModule
 from ..quantization.weight_shards import stored_part
-from .experts import expert_names
+from .expert_form import expert_names
 
 #: Attribute of a linear layer, or of experts, that stayed as it was: the reason.
 STAYS = "_fp8_megatron_stays"
