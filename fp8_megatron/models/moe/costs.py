@@ -115,7 +115,7 @@ def forward_bytes(config: Config, layer: int) -> int:
 def backward_bytes(config: Config, layer: int) -> int:
     """As `Architecture.backward_bytes`: the gradient of a row of the experts' output in both layouts; that of the
     hidden state; that of the activation's input in both layouts, with the activation. When those of the output are
-    gone, the row's input, and its gradient in 16 bits."""
+    gone, the row's input, and its gradient in 16 bits. In FP8 also the transposes of all weights."""
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
         return decoder.backward_bytes(config, layer)
@@ -126,7 +126,9 @@ def backward_bytes(config: Config, layer: int) -> int:
     else:
         of_row = _HALF * hidden + (_HALF + _FP32) * rank.width + _FP32 * 2 * rank.columns
     per_token = rank.own * (_HALF + 2) * hidden + rank.rows * of_row + _exchanged(config, rank)
-    return round(config.tokens_per_micro_batch * per_token)
+    experts = (model.num_experts or 0) // config.parallel.expert_model_parallel_size
+    transposes = experts * hidden * (rank.columns + rank.width) if is_fp8 else 0
+    return round(config.tokens_per_micro_batch * per_token) + transposes
 
 
 def _half_activation(config: Config, rank: _Rank) -> int:
