@@ -44,12 +44,18 @@ def dense_model(model: ModelConfig, granularity: int) -> ModelConfig:
 
 def upcycling_problem(folder: Path, model: ModelConfig, granularity: int) -> str | None:
     """The error's line if a checkpoint is not that of the dense model, as far as its settings tell."""
-    dense = dense_model(model, granularity)
-    if is_megatron_checkpoint(folder):
-        problem = differing_argument(open_megatron_checkpoint(folder), dense, finetune=True)
-    else:
-        problem = differing_setting(folder, dense, finetune=True)
-    return None if problem is None else f"moe_use_upcycling takes a model without experts: {problem}"
+
+    def problem_of(model: ModelConfig) -> str | None:
+        if is_megatron_checkpoint(folder):
+            return differing_argument(open_megatron_checkpoint(folder), model, finetune=True)
+        return differing_setting(folder, model, finetune=True)
+
+    problem = problem_of(dense_model(model, granularity))
+    if problem is None:
+        return None
+    if problem_of(model) is None:
+        return f"moe_use_upcycling takes a model without experts, and {folder} has these experts; drop it to go on"
+    return f"moe_use_upcycling takes a model without experts: {problem}"
 
 
 def load_upcycled(folder: Path, state: Resumable, granularity: int) -> Progress:

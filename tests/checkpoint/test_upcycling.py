@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.upcycling_utils import upcycle_state_dict
 from torch import Tensor
 
 from fp8_megatron.checkpoint.loading import LoadOptions
+from fp8_megatron.checkpoint.upcycling import upcycling_problem
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.precision import PrecisionConfig
@@ -137,6 +138,14 @@ def test_a_dense_model_of_megatron(ranks: RankPool, tmp_path_factory: pytest.Tem
     other = replace(config, model=replace(config.model, moe_ffn_hidden_size=2 * width))
     with pytest.raises(RankError, match=r"linear_fc1.weight has shape .* this model's is"):
         upcycled(ranks, other, run / "dp_reshardable", 1)
+
+
+def test_a_run_goes_on_without_the_flag(ranks: RankPool, tmp_path: Path) -> None:
+    _, config = models(1)
+    ranks.run(run_tiny_on_a_rank, config, 1, None, tmp_path, num_ranks=1)
+    (folder,) = tmp_path.glob("iter_*")
+    problem = upcycling_problem(folder, config.model, 1)
+    assert problem is not None and "has these experts; drop it to go on" in problem
 
 
 @pytest.mark.parametrize(
