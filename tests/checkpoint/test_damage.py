@@ -200,8 +200,8 @@ def test_another_models_checkpoint(ranks: RankPool, saved: Path, model: ModelCon
         "model:",
         "[4]",
         "model: [4]",
-        "model: {num_layers: 1, an_older_one: 3}",
-        "model: {num_layers: one, hidden_size: [64]}",
+        "model: {num_layers: 1, num_attention_heads: 4, an_older_one: 3}",
+        "model: {num_layers: one, num_attention_heads: 4, hidden_size: [64]}",
         "model: {num_attention_heads: four, norm_epsilon: null}",
         "model: {",
         "\xff",
@@ -209,7 +209,7 @@ def test_another_models_checkpoint(ranks: RankPool, saved: Path, model: ModelCon
     ],
 )
 def test_settings_that_cannot_be_read(tmp_path: Path, content: str | None) -> None:
-    """Settings that are missing, of another version or of another project count as equal. Nothing is executed."""
+    """Without readable settings all count as equal, and so do those that have no value here. Nothing is executed."""
     if content is not None:
         text = content.replace("{}", str(tmp_path / "made"))
         (tmp_path / "config.yaml").write_bytes(text.encode("latin-1"))

@@ -264,9 +264,9 @@ def _count_norms_twice(gpt: TinyGPT) -> None:
     [
         ("dp2", _sum_over_replicas_instead_of_mean, r"Obtained: 7\.38.*\n.*Expected: 3\.69"),
         ("dp2", _forget_to_gather_weights, "Mismatched"),
-        ("tp2_sp", _forget_sums_over_other_groups, "a replicated parameter differs between ranks"),
+        ("tp2_sp", _forget_sums_over_other_groups, "input_layernorm.weight differs between the ranks"),
         ("tp2_sp", _count_norms_twice, r"Obtained: .*\n.*Expected: 3\.69"),
-        ("pp2", _forget_sums_over_other_groups, "word_embeddings.weight differs between the stages"),
+        ("pp2", _forget_sums_over_other_groups, "word_embeddings.weight differs between the ranks"),
     ],
     ids=["sum_over_replicas", "no_weights", "no_sum_of_norms", "norms_counted_twice", "no_tied_embedding"],
 )
