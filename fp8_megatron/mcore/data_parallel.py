@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..sharding.data_parallel import DataParallelModule, finish_gradients
 from ..sharding.gradient import GradBuffer
-from .moe import routers_of
+from .moe import routers_of, update_expert_biases
 
 
 class FP8DataParallel(_BaseDataParallel):
@@ -56,6 +56,4 @@ def finalize_model_grads(model: list[FP8DataParallel], num_tokens: object = None
         num_tokens: unused, like megatron-core's groups and ``force_all_reduce``; it is for losses per token.
     """
     finish_gradients([chunk.data_parallel for chunk in model])
-    for chunk in model:
-        for router in chunk.routers:
-            router.update_expert_bias()
+    update_expert_biases([router for chunk in model for router in chunk.routers])

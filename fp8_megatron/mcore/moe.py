@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -142,17 +143,6 @@ class Router(TopKRouter):
         self.load.zero_()
         self.means.zero_()
         self.reset_global_aux_loss_tracker()
-
-    @torch.no_grad()
-    def update_expert_bias(self) -> None:
-        """Raise the bias of experts with fewer tokens than the mean, and lower that of the others (arXiv 2408.15664).
-        All ranks that hold the router call it after a step."""
-        bias: Tensor | None = self.expert_bias
-        if bias is not None:
-            total = self.load.clone()
-            torch.distributed.all_reduce(total, group=self.tp_dp_cp_group)
-            rate = self.config.moe_router_bias_update_rate
-            bias += rate * torch.sign(total.mean() - total)
 
 
 def within_capacity(probs: Tensor, routing_map: Tensor, capacity: int, policy: str) -> Tensor:
@@ -370,6 +360,21 @@ class MixtureOfExperts(MegatronModule):
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)
         return output, None
+
+
+@torch.no_grad()
+def update_expert_biases(routers: Sequence[Router]) -> None:
+    """Raise the bias of experts with fewer tokens than the mean, and lower that of the others (arXiv 2408.15664).
+
+    All ranks that hold the routers call it after a step. One sum over ranks carries the loads of all of them.
+    """
+    biased = [router for router in routers if router.expert_bias is not None]
+    if not biased:
+        return
+    totals = torch.stack([router.load for router in biased])
+    torch.distributed.all_reduce(totals, group=biased[0].tp_dp_cp_group)
+    for router, total in zip(biased, totals, strict=True):
+        router.expert_bias += router.config.moe_router_bias_update_rate * torch.sign(total.mean() - total)
 
 
 def routers_of(module: torch.nn.Module) -> list[Router]:
