@@ -133,10 +133,11 @@ class WeightGrad(NamedTuple):
             wide: elements of this gradient in 16 or 32 bits, any shape.
         """
         if self.offsets is not None:
-            return torch.tensor([wide.numel(), 0], device=wide.device)
-        assert self.scale is not None
-        limit = self.scale.history.scale_of(self.scale.slot) * CLAMPED_ABOVE[E4M3]
-        clamped = (wide.abs() > limit).sum()
+            clamped = torch.zeros((), dtype=torch.int64, device=wide.device)
+        else:
+            assert self.scale is not None
+            limit = self.scale.history.scale_of(self.scale.slot) * CLAMPED_ABOVE[E4M3]
+            clamped = (wide.abs() > limit).sum()
         return torch.stack([torch.full_like(clamped, wide.numel()), clamped])
 
     def write_fp8_(self, payload: Tensor, scales: Tensor) -> None:
