@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from .storage import (
+    CHUNK,
     FP8_GEMM_MULTIPLE,
     GEMM_BLOCK,
     GRAD_BLOCK,
@@ -23,6 +24,7 @@ from .storage import (
 )
 
 __all__ = [
+    "CHUNK",
     "CLAMPED_ABOVE",
     "COMPANDED_DTYPES",
     "DTYPE_NAMES",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 GRAD_BLOCK = 128
 #: Elements that share one FP32 scale in block-scaled optimizer state.
 STATE_BLOCK = 256
+#: Elements of a chunk, the unit in which the amaxes of FP8 weights are taken.
+CHUNK = 4096
 #: Elements along K that share one FP32 scale in an operand of the block-scaled GEMM; a weight's tile has as many rows.
 GEMM_BLOCK = 128
 #: Elements along K that share one E8M0 scale in an operand of the MX GEMM.

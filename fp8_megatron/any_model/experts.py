@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ..activation_functions import Activation
-from ..dtypes import StorageDtype
+from ..dtypes import CHUNK, StorageDtype
 from ..errors import UserError
 from ..kernels.ops import Groups
 from ..nn.compiled import new_token
@@ -27,7 +27,6 @@ from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_shards import stored_part
 from ..quantization.weight_views import Home
-from ..sharding.partition import CHUNK
 from .expert_form import ExpertForm, ExpertNames, form_of, rows_apart
 from .module_swap import Swap, has_hooks, keep_notes
 

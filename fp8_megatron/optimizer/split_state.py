@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..device.memory import cpu_copy
-from ..dtypes import StorageDtype, StorageFormats
+from ..dtypes import CHUNK, StorageDtype, StorageFormats
 from ..kernels import ops
 from ..sharding.gradient import GradBuffer
-from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot
+from ..sharding.partition import Fragment, ParamSpace, Slot
 from ..sharding.released_grads import ReleasedGrad
 from .rules.rule import UpdateRule
 from .rules.split_adamw import SplitAdamW

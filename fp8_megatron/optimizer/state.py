@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ..device.group import max_over_group_
 from ..device.memory import cpu_copy
-from ..dtypes import E4M3, STATE_BLOCK, StorageDtype, StorageFormats
+from ..dtypes import CHUNK, E4M3, STATE_BLOCK, StorageDtype, StorageFormats
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_views import CastScale
 from ..sharding.gradient import GradBuffer
-from ..sharding.partition import CHUNK, Fragment, ParamSpace, Slot, StorageClass
+from ..sharding.partition import Fragment, ParamSpace, Slot, StorageClass
 from ..sharding.released_grads import ReleasedGrad
 from ..sharding.transport import SendMemory
 from ..sharding.weight_gather import WeightGather

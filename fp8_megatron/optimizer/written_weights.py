@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..device.group import max_over_group_
-from ..dtypes import E4M3, STATE_BLOCK
+from ..dtypes import CHUNK, E4M3, STATE_BLOCK
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
-from ..sharding.partition import CHUNK, Slot
+from ..sharding.partition import Slot
 from .state import SpaceState
 
 

@@ -23,14 +23,12 @@ from enum import Enum
 
 import torch
 
-from ..dtypes import GRAD_BLOCK, STATE_BLOCK
+from ..dtypes import CHUNK, GRAD_BLOCK, STATE_BLOCK
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from .region import Cut, Region
 from .replicas import Replicas, Sharing
 
-#: Elements of a chunk, the unit in which the amaxes of FP8 weights are taken.
-CHUNK = 4096
 assert CHUNK % GRAD_BLOCK == 0 and CHUNK % STATE_BLOCK == 0
 
 

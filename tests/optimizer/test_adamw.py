@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.config.schema import OptimizerConfig, PrecisionConfig
-from fp8_megatron.dtypes import E4M3, StorageDtype
+from fp8_megatron.dtypes import CHUNK, E4M3, StorageDtype
 from fp8_megatron.kernels import reference
 from fp8_megatron.optimizer import state as state_module
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
@@ -18,7 +18,6 @@ from fp8_megatron.planning.memory import model_storage, optimizer_settings
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.data_parallel import DataParallelModule, finish_gradients
-from fp8_megatron.sharding.partition import CHUNK
 from tests.harness.tiny_gpt import tiny_optimizer
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.dtypes import E4M3, GRAD_BLOCK, LEVELS, StorageDtype
+from fp8_megatron.dtypes import CHUNK, E4M3, GRAD_BLOCK, LEVELS, StorageDtype
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.gradient import GradState
-from fp8_megatron.sharding.partition import CHUNK, StorageClass, partition
+from fp8_megatron.sharding.partition import StorageClass, partition
 from fp8_megatron.sharding.storage import MAX_BF16_MICRO_BATCHES, ModelStorage
 from fp8_megatron.sharding.whole_grads import WholeGradBuffer
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fp8_megatron.dtypes import GRAD_BLOCK, STATE_BLOCK
+from fp8_megatron.dtypes import CHUNK, GRAD_BLOCK, STATE_BLOCK
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
-from fp8_megatron.sharding.partition import CHUNK, StorageClass, partition
+from fp8_megatron.sharding.partition import StorageClass, partition
 from fp8_megatron.sharding.replicas import Replicas, Sharing
 from fp8_megatron.sharding.transport import SendMemory
 

@@ -18,7 +18,7 @@ from fp8_megatron.collectives.gradient_reduction import GradReducer
 from fp8_megatron.collectives.hierarchical import new_node_groups
 from fp8_megatron.collectives.wire import WireTensor, accumulate_rows_
 from fp8_megatron.device.group import Group
-from fp8_megatron.dtypes import E4M3, E5M2, GradReduceMode, StorageDtype
+from fp8_megatron.dtypes import CHUNK, E4M3, E5M2, GradReduceMode, StorageDtype
 from fp8_megatron.formats.format import Quantized
 from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.kernels import ops
@@ -29,7 +29,7 @@ from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.quantization.weight_grad import WeightGrad
 from fp8_megatron.sharding.gradient import GradState
-from fp8_megatron.sharding.partition import CHUNK, ParamSpace, StorageClass, partition
+from fp8_megatron.sharding.partition import ParamSpace, StorageClass, partition
 from fp8_megatron.sharding.replicas import Replicas, Sharing
 from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
 from fp8_megatron.sharding.staging import StagingPool

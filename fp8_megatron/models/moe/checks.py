@@ -9,10 +9,9 @@ from ...config.fields import MAX_REAL
 from ...config.moe import ALONE, LOSSES
 from ...config.schema import Config
 from ...config.words import multiples_near, shortened
+from ...storage import CHUNK
 from ..decoder.checks import problems as decoder_problems
 
-#: Elements of a weight that one amax is taken of (`docs/design.md`, chunk); an expert has whole ones.
-_CHUNK = 4096
 #: Losses of Megatron that no router here has, and what to use instead.
 _MISSING = {
     "quantile_balancing": "there is no quantile balancing; choose aux_loss, or --moe-router-enable-expert-bias",
@@ -209,11 +208,11 @@ def _width_problems(config: Config) -> Iterator[str]:
             yield (
                 f"{name}({size}) is not a multiple of {of_gemm}{_on_each(sharing)}; {_choice(size, sharing * of_gemm)}"
             )
-    if width % (ranks * of_gemm) == 0 and width // ranks * model.hidden_size % _CHUNK:
-        numel, needed = width // ranks * model.hidden_size, lcm(_CHUNK // gcd(_CHUNK, model.hidden_size), of_gemm)
+    if width % (ranks * of_gemm) == 0 and width // ranks * model.hidden_size % CHUNK:
+        numel, needed = width // ranks * model.hidden_size, lcm(CHUNK // gcd(CHUNK, model.hidden_size), of_gemm)
         yield (
             f"moe_ffn_hidden_size({width}) × hidden_size({model.hidden_size}) = {numel}{_on_each(ranks)} is not a "
-            f"multiple of {_CHUNK}, in which an expert's weights are stored; {_choice(width, ranks * needed)}"
+            f"multiple of {CHUNK}, in which an expert's weights are stored; {_choice(width, ranks * needed)}"
         )
 
 

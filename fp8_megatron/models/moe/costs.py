@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from ...config.moe import expert_capacity
 from ...config.schema import Config
+from ...storage import GROUP_ROWS
 from ..decoder import costs as decoder
 
-#: The rows of an expert are a multiple of this, so this is the most that are added for each (`kernels.grouped`).
-_GROUP_ROWS = 128
 #: Bytes of an element of the 16-bit types, and of the router's numbers.
 _HALF, _FP32 = 2, 4
 
@@ -19,6 +18,7 @@ class _Rank(NamedTuple):
     """What a rank has of a layer with experts.
 
     Attributes:
+        experts: that it holds, or has parts of.
         own: its tokens over those of a micro-batch, which tensor-parallel ranks may share.
         gathered: the tokens of all ranks that share its experts, over the same; 0 if no others do.
         rows: of its experts, with those that fill up each expert, over the same. They are the most that there can be:
@@ -27,6 +27,7 @@ class _Rank(NamedTuple):
         shared: columns of the shared expert's input to its activation and, in 16 bits, of its output.
     """
 
+    experts: int
     own: float
     gathered: float
     rows: float
@@ -39,9 +40,10 @@ def _rank(config: Config, *, is_fp8: bool) -> _Rank:
     model, parallel = config.model, config.parallel
     assert model.num_experts is not None
     experts, cuts = model.num_experts // parallel.expert_model_parallel_size, parallel.expert_tensor_size
-    ranks, own = parallel.expert_model_parallel_size * cuts, 1 / parallel.sequence_shares
+    ranks, own = parallel.expert_ranks, 1 / parallel.sequence_shares
     shared = (model.moe_shared_expert_intermediate_size or 0) // parallel.tensor_model_parallel_size
     return _Rank(
+        experts=experts,
         own=own,
         gathered=ranks * own if ranks > 1 else 0.0,
         rows=_rows(config, experts, ranks) / config.tokens_per_micro_batch,
@@ -55,10 +57,10 @@ def _rows(config: Config, experts: int, ranks: int) -> float:
     """Rows of `experts` that `ranks` share, each with its own tokens."""
     model, tokens = config.model, config.tokens_per_micro_batch / config.parallel.sequence_shares
     assert model.num_experts is not None
-    routed = ranks * tokens * min(model.moe_router_topk, experts) + _GROUP_ROWS * experts
+    routed = ranks * tokens * min(model.moe_router_topk, experts) + GROUP_ROWS * experts
     factor = model.moe_expert_capacity_factor
     capacity = ranks * expert_capacity(round(tokens), model.moe_router_topk, model.num_experts, factor)
-    return min(routed, experts * -(-capacity // _GROUP_ROWS) * _GROUP_ROWS)
+    return min(routed, experts * -(-capacity // GROUP_ROWS) * GROUP_ROWS)
 
 
 def kept_bytes(config: Config, layer: int) -> float:
@@ -126,8 +128,7 @@ def backward_bytes(config: Config, layer: int) -> int:
     else:
         of_row = _HALF * hidden + (_HALF + _FP32) * rank.width + _FP32 * 2 * rank.columns
     per_token = rank.own * (_HALF + 2) * hidden + rank.rows * of_row + _exchanged(config, rank)
-    experts = (model.num_experts or 0) // config.parallel.expert_model_parallel_size
-    transposes = experts * hidden * (rank.columns + rank.width) if is_fp8 else 0
+    transposes = rank.experts * hidden * (rank.columns + rank.width) if is_fp8 else 0
     return round(config.tokens_per_micro_batch * per_token) + transposes
 
 
