@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -71,7 +73,18 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(driver, "_active", Driver(capability))
+    forget_gpus()
     return capability
+
+
+def forget_gpus() -> None:
+    """Empty the caches of what wrappers asked a GPU, and of what was compiled for it: each test has another."""
+    names = [name for name in sys.modules if name.startswith("fp8_megatron") and name.endswith("triton")]
+    for function in chain.from_iterable(vars(sys.modules[name]).values() for name in names):
+        if isinstance(function, JITFunction):
+            function.device_caches.clear()
+        elif hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 @pytest.fixture

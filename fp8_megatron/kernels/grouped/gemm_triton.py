@@ -42,14 +42,20 @@ class _TileSizes(NamedTuple):
 
 @cache
 def _row_tiles(device: int) -> _TileSizes:
-    return _TileSizes(256, 128, 8, 4, 1) if _has_large_memory(device) else _TileSizes(128, 64, 8, 3, 1)
+    if not _has_large_memory(device):
+        return _TileSizes(128, 64, 8, 3, 1)
+    return _TileSizes(256, 128, 8, 4 if _is_hopper(device) else 3, 1)
 
 
 @cache
 def _wgrad_tiles(device: int, is_fp8: bool) -> _TileSizes:
     if not _has_large_memory(device):
-        return _TileSizes(128, 64, 8, 3, 1)
+        return _TileSizes(GRAD_BLOCK if is_fp8 else 64, 64, 8, 3, 1)
     return _TileSizes(128, 128, 4, 3, 2) if is_fp8 else _TileSizes(128, 128, 8, 4, 1)
+
+
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _has_large_memory(device: int) -> bool:
