@@ -205,6 +205,9 @@ class DecoderConfig:
     """LEFT,RIGHT: sliding-window attention. A token attends to itself and LEFT tokens before it; RIGHT is 0."""
     window_attn_skip_freq: str | None = None
     """Layers without the window. N: every N-th layer. A list such as [1]*3+[0]: layers with a 0. Default: none."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Attention sinks: a logit of each head in the softmax's denominator that no token has. learnable: a parameter, as
+    in gpt-oss. off-by-one: 0. vanilla: none."""
     attention_backend: Literal["auto", "cudnn", "flash", "math"] = "auto"
     """Kernel of core attention. auto: cuDNN if the GPU and the shape allow it (the fastest on Hopper), else flash.
     Windows and --reset-attention-mask run in flash."""

@@ -122,6 +122,8 @@ def _check_fp8_attention(config: Config) -> Iterator[str]:
         yield f"{name} cannot keep documents apart; drop it or {'sft' if config.data.sft else 'reset_attention_mask'}"
     if model.window_size is not None:
         yield f"{name} does not support windows; drop it or window_size({model.window_size})"
+    if model.softmax_type != "vanilla":
+        yield f"{name} has no sinks; drop it or softmax_type({model.softmax_type})"
     width = model.head_dim
     if width != _ATTENTION_WIDTH:
         yield (

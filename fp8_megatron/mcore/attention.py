@@ -23,6 +23,7 @@ from ..device import cudnn
 from ..device.device import UnsupportedDeviceError
 from ..device.group import Group
 from ..kernels.ops import BlockKernel
+from ..nn.attention_sinks import SinkAttention, sink_attention
 from ..nn.context_attention import CommType, ContextParallel, context_attention
 from ..nn.head_exchange import heads_of_sequence, sequences_of_heads
 from ..nn.masked_attention import dense_attention, flash_attention
@@ -104,7 +105,8 @@ class CoreAttention(MegatronModule):
 
     Documents and windows (`nn.masked_attention`) run in FlashAttention's kernels on a GPU. On a CPU, and with the
     backend ``math``, they are a dense mask. Ranks that share sequences attend as `nn.context_attention` says, or
-    exchange them for heads (`nn.head_exchange`).
+    exchange them for heads (`nn.head_exchange`). With `config.softmax_type` the heads have sinks
+    (`nn.attention_sinks`), under megatron-core's name ``softmax_offset``: parameters, or 0 with ``off-by-one``.
 
     Args:
         layer_number: 1 is the first layer of the model. `config.window_size` and `config.window_attn_skip_freq` say
@@ -139,6 +141,10 @@ class CoreAttention(MegatronModule):
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             assert config.window_size is not None
             self.window = config.window_size[0]
+        #: [heads of this rank]; None: no head has a sink.
+        self.softmax_offset: Tensor | None
+        self._make_sinks(config)
+        assert self.softmax_offset is None or not self.dropout, config
         #: The ranks that share each sequence; None if this rank has whole sequences.
         self.context_group: Group | None = None
         if config.context_parallel_size > 1:
@@ -147,6 +153,20 @@ class CoreAttention(MegatronModule):
             self.context_group, self._wire = pg_collection.cp, context_wire
             #: None: the ranks exchange heads.
             self.comm_type = None if cp_comm_type == "a2a" else cast(CommType, cp_comm_type)
+
+    def _make_sinks(self, config: TransformerConfig) -> None:
+        if config.softmax_type == "vanilla":
+            self.softmax_offset = None
+            return
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = torch.zeros(heads, dtype=config.params_dtype, device=device)
+        if config.softmax_type == "off-by-one":
+            self.register_buffer("softmax_offset", sinks, persistent=False)
+            return
+        param = torch.nn.Parameter(sinks)
+        param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1  # type: ignore[attr-defined]
+        self.softmax_offset = param
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **unused: Any
@@ -164,22 +184,36 @@ class CoreAttention(MegatronModule):
         return self._attend(query, key, value, attention_mask, 0.0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, dropout: float) -> Tensor:
+        sinks = self.softmax_offset
         if self.context_group is None:
-            return self._attend_in_sequences(query, key, value, cu_seqlens, dropout)
+            return self._attend_in_sequences(query, key, value, sinks, cu_seqlens, dropout)
         if self.comm_type is None:
             query, key, value = sequences_of_heads(query, key, value, self.context_group)
-            result = self._attend_in_sequences(query, key, value, cu_seqlens, dropout)
+            own = None if sinks is None else sinks.chunk(self.context_group.size())[self.context_group.rank()]
+            result = self._attend_in_sequences(query, key, value, own, cu_seqlens, dropout)
             return heads_of_sequence(result.view(query.shape), self.context_group).flatten(2)
         assert cu_seqlens is None, "documents lie in whole sequences"
         kernel = self._block_kernel(query)
         shared = ContextParallel(self.context_group, self.comm_type, self.softmax_scale, kernel, self._wire)
-        return context_attention(query, key, value, shared)
+        return context_attention(query, key, value, shared, sinks)
 
     def _attend_in_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, dropout: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        cu_seqlens: Tensor | None,
+        dropout: float,
     ) -> Tensor:
         """Attention of heads of which this rank has the whole sequences."""
         window = self.window if self.window is not None and self.window < query.shape[0] - 1 else None
+        if sinks is not None:
+            is_masked = cu_seqlens is not None or window is not None
+            kernel = self._block_kernel(query, is_masked=is_masked)
+            return sink_attention(
+                query, key, value, sinks, SinkAttention(self.softmax_scale, kernel, cu_seqlens, window)
+            )
         if cu_seqlens is not None or window is not None:
             is_dense = query.device.type == "cpu" or self.backends is _BACKENDS["math"]
             attend = dense_attention if is_dense else flash_attention
@@ -190,14 +224,18 @@ class CoreAttention(MegatronModule):
         context = self._attend_to_all(q, k, v, dropout)
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
-    def _block_kernel(self, query: Tensor) -> BlockKernel:
-        """The kernel of a block of context-parallel attention.
+    def _block_kernel(self, query: Tensor, *, is_masked: bool = False) -> BlockKernel:
+        """The kernel of a block of context-parallel attention, or of attention with sinks.
 
         cuDNN's backward takes heads of up to 128 columns, and its results do not repeat bit for bit.
+
+        Args:
+            is_masked: documents or a window hide keys, which cuDNN's kernels do not take here.
         """
         if query.device.type == "cpu" or self.backends is _BACKENDS["math"]:
             return "dense"
-        takes_cudnn = SDPBackend.CUDNN_ATTENTION in self.backends and query.device.type == "cuda"
+        takes_cudnn = SDPBackend.CUDNN_ATTENTION in self.backends and query.device.type == "cuda" and not is_masked
+        takes_cudnn &= self.backends is not _preferred or torch.backends.cuda.cudnn_sdp_enabled()
         takes_cudnn &= query.shape[3] <= _CUDNN_MAX_WIDTH and not torch.are_deterministic_algorithms_enabled()
         return "cudnn" if takes_cudnn else "flash"
 

@@ -141,6 +141,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         num_query_groups=model.query_groups,
         kv_channels=model.head_dim,
         **_windows(model),
+        softmax_type=model.softmax_type,
         **expert_settings(config),
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,

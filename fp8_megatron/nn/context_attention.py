@@ -29,6 +29,7 @@ from torch import Tensor
 from ..collectives.context_exchange import Gathering, Returning, RingStep
 from ..device.group import Group
 from ..kernels import ops
+from .attention_sinks import sink_gradient, with_sinks
 from .first_order import once_differentiable
 
 CommType = Literal["p2p", "all_gather"]
@@ -55,23 +56,28 @@ class ContextParallel(NamedTuple):
     wire: torch.dtype | None = None
 
 
-def context_attention(query: Tensor, key: Tensor, value: Tensor, context: ContextParallel) -> Tensor:
+def context_attention(
+    query: Tensor, key: Tensor, value: Tensor, context: ContextParallel, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(scale · QKᵀ)·V under a causal mask over the whole sequence.
 
     Called by all ranks of the group, in the same order of layers.
 
     Args:
         query: [s / n, b, heads, d], this rank's two chunks. key, value: [s / n, b, groups, d].
+        sinks: [heads] (`attention_sinks`); None: there are none. Their gradient is that of this rank's queries.
 
     Returns:
         [s / n, b, heads · d], contiguous.
     """
-    return _ContextAttention.apply(query, key, value, context)
+    return _ContextAttention.apply(query, key, value, sinks, context)
 
 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: ContextParallel) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, context: ContextParallel
+    ) -> Tensor:
         outs: list[Tensor] = []
         log_sum_exps: list[Tensor] = []
         for block in _blocks(key, value, context):
@@ -88,15 +94,17 @@ class _ContextAttention(torch.autograd.Function):
                 merged, log_sum_exp = ops.merge_attention(outs, log_sum_exps, dtype=_sum_dtype(query))
                 outs, log_sum_exps = [merged], [log_sum_exp]
         out, log_sum_exp = ops.merge_attention(outs, log_sum_exps, dtype=query.dtype)
+        if sinks is not None:
+            out, log_sum_exp = with_sinks(out, log_sum_exp, sinks)
         result = out.view(*query.shape[:2], -1)
-        ctx.save_for_backward(query, key, value, result, log_sum_exp)
+        ctx.save_for_backward(query, key, value, sinks, result, log_sum_exp)
         ctx.context = context
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, log_sum_exp = ctx.saved_tensors
+        query, key, value, sinks, result, log_sum_exp = ctx.saved_tensors
         context: ContextParallel = ctx.context
         grad_out, out = grad_output.contiguous().view(query.shape), result.view(query.shape)
         # Kernels read it as a dense tensor.
@@ -119,7 +127,8 @@ class _ContextAttention(torch.autograd.Function):
             if len(grads_query) == _MOST_HELD:
                 grads_query = [ops.sum_partials(grads_query, at_end=True, dtype=_sum_dtype(query))]
         whole = ops.sum_partials(grads_query, at_end=True, dtype=query.dtype)
-        return whole, *returned.finish(query.dtype).unbind(dim=2), None
+        of_sinks = None if sinks is None else sink_gradient(grad_out, out, log_sum_exp, sinks)
+        return whole, *returned.finish(query.dtype).unbind(dim=2), of_sinks, None
 
 
 class _Block(NamedTuple):

@@ -42,11 +42,24 @@ def flash_attention(
     Returns:
         [s, b, heads · d].
     """
-    seq, batch, heads, width = query.shape
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    if cu_seqlens is not None:
-        q, k, v = (x.reshape(batch * seq, -1, width) for x in (q, k, v))
-    context = torch.ops.aten._flash_attention_forward(
+    out = flash_forward(query, key, value, cu_seqlens=cu_seqlens, window=window, scale=scale, dropout=dropout)[0]
+    return out.flatten(2)
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    window: int | None,
+    scale: float,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`flash_attention`'s output [s, b, heads, d], and log Σ exp of the scaled scores FP32 [b, heads, s]."""
+    seq, batch, heads, _ = query.shape
+    q, k, v = (_as_kernels_take(x, cu_seqlens) for x in (query, key, value))
+    context, log_sum_exp = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
@@ -58,10 +71,56 @@ def flash_attention(
         True,  # causal
         False,  # no mask to debug
         scale=scale,
-        window_size_left=-1 if window is None else window,
-        window_size_right=0,
-    )[0]
-    return context.view(batch, seq, heads * width).transpose(0, 1)
+        **_sides(window),
+    )[:2]
+    if cu_seqlens is not None:  # [heads, b · s]
+        log_sum_exp = log_sum_exp.view(heads, batch, seq).transpose(0, 1)
+    return context.view(batch, seq, heads, -1).transpose(0, 1), log_sum_exp
+
+
+def flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    window: int | None,
+    scale: float,
+) -> list[Tensor]:
+    """The gradients of query, key and value without dropout, of rows with this output [s, b, heads, d] and log Σ exp
+    FP32 [b, heads, s]."""
+    seq, batch, _, width = query.shape
+    operands = [_as_kernels_take(x, cu_seqlens) for x in (grad_out, query, key, value, out)]
+    if cu_seqlens is not None:
+        log_sum_exp = log_sum_exp.transpose(0, 1).flatten(1)
+    no_seed = torch.empty(2, dtype=torch.int64, device=query.device)  # without dropout nobody reads it
+    grads = torch.ops.aten._flash_attention_backward(
+        *operands,
+        log_sum_exp.contiguous(),
+        cu_seqlens,
+        cu_seqlens,
+        seq,
+        seq,
+        0.0,
+        True,
+        no_seed,
+        no_seed[0],
+        scale=scale,
+        **_sides(window),
+    )
+    return [grad.view(batch, seq, -1, width).transpose(0, 1) for grad in grads]
+
+
+def _as_kernels_take(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """[s, b, heads, d] as [b, s, heads, d], or with documents as [b · s, heads, d]."""
+    return x.transpose(0, 1) if cu_seqlens is None else x.transpose(0, 1).flatten(0, 1)
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    return {"window_size_left": -1 if window is None else window, "window_size_right": 0}
 
 
 def dense_attention(

@@ -33,6 +33,8 @@ def problems(flags: str) -> list[str]:
         MOCK + "--window-size 5000,0 --window-attn-skip-freq 6",
         MOCK + "--window-size 5,0 --window-attn-skip-freq ([1]*5+[0])*4",
         MOCK + "--window-size 5,0 --precision te",
+        TEXT + "--softmax-type learnable --attention-dropout 0 --window-size 100,0",
+        MOCK + "--softmax-type off-by-one --attention-dropout 0 --attention-backend cudnn",
     ],
 )
 def test_what_works_passes(flags: str) -> None:
@@ -47,6 +49,22 @@ def test_what_works_passes(flags: str) -> None:
         (MOCK + "--window-size 5,0 --attention-backend cudnn", "window_size(5,0) runs in FlashAttention's kernels,"),
         (MOCK + "--window-size 5,0 --hidden-size 4608 --num-attention-heads 16", "up to 256, not 288; choose another"),
         (TEXT + "--kv-channels 36", "heads have a multiple of 8 columns up to 256, not 36"),
+        (
+            MOCK + "--softmax-type learnable",
+            "softmax_type(learnable) has no dropout, attention_dropout is 0.1; give --at",
+        ),
+        (
+            MOCK + "--softmax-type learnable --precision te --attention-dropout 0",
+            "softmax_type(learnable) is for this project's attention, not",
+        ),
+        (
+            MOCK + "--softmax-type off-by-one --kv-channels 36 --attention-dropout 0",
+            "softmax_type(off-by-one) runs in FlashAttention's kernels",
+        ),
+        (
+            MOCK + "--softmax-type learnable --fp8-dot-product-attention --attention-dropout 0 --kv-channels 128",
+            "fp8_dot_product_attention has no sinks; drop it or softmax_type(learnable)",
+        ),
         (MOCK + "--window-size 5", "window_size(5) is not LEFT,RIGHT; give for example --window-size 1024,0"),
         (MOCK + "--window-size 5,x", "window_size(5,x) is not LEFT,RIGHT"),
         (MOCK + "--window-size -1,0", "window_size(-1,0): LEFT is 0 or more, and RIGHT is 0, as no token attends to"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,3 +127,36 @@ def test_cudnn_alone_is_refused_where_it_cannot_be_recorded(monkeypatch: pytest.
     assert attention.may_use_cudnn("cudnn", 1000, recorded=False, device=torch.device("cuda"))
     with pytest.raises(UnsupportedDeviceError, match="--attention-backend cudnn needs a GPU, and there is none here"):
         attention.may_use_cudnn("cudnn", 1024, recorded=False, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("is_masked", "cudnn_is_on", "expected"),
+    [
+        (False, True, "cudnn"),
+        (True, True, "flash"),
+        (False, False, "flash"),
+    ],
+)
+def test_the_kernel_of_rows_with_their_log_sum_exp(is_masked: bool, cudnn_is_on: bool, expected: str) -> None:
+    """A run that leaves cuDNN out leaves it out here, too; no GPU is needed to choose."""
+    query = torch.empty(SEQ, BATCH, HEADS, HEAD_DIM, device="meta")
+    query_on_gpu = SimpleNamespace(device=torch.device("cuda"), shape=query.shape)
+    core = make_attention()
+    with attention.preferring_backends("auto", with_cudnn=cudnn_is_on):
+        assert core._block_kernel(query_on_gpu, is_masked=is_masked) == expected  # type: ignore[arg-type]
+    assert core._block_kernel(torch.empty(query.shape)) == "dense"
+
+
+def test_a_sink_of_zero_is_one_more_column() -> None:
+    inputs = [
+        torch.randn(SEQ, BATCH, heads, HEAD_DIM, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)
+    ]
+    config = TransformerConfig(
+        num_layers=1, hidden_size=128, num_attention_heads=HEADS, attention_dropout=0.0, softmax_type="off-by-one",
+        use_cpu_initialization=True,
+    )  # fmt: skip
+    core = CoreAttention(config, 1, AttnMaskType.causal, "self")
+    assert not [*core.parameters()] and not core.state_dict()
+    # A first key and value of zeros: its score is 0.
+    leading = [torch.cat([torch.zeros_like(x[:1]), x]) for x in inputs]
+    torch.testing.assert_close(core(*inputs), make_attention()(*leading)[1:], rtol=0.0, atol=1e-5)

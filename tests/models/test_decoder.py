@@ -33,6 +33,7 @@ MODELS = {
         moe_shared_expert_intermediate_size=64,
         moe_shared_expert_gate=True,
     ),
+    "sinks": replace(LLAMA_STYLE, softmax_type="learnable"),
     "wide heads, untied": replace(GPT3_STYLE, kv_channels=64, untie_embeddings_and_output_weights=True),
 }
 

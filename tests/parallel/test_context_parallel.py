@@ -39,6 +39,7 @@ MODELS = {
     "llama": LLAMA,
     "interleaved": replace(LLAMA, rotary_interleaved=True, rotary_percent=0.5),
     "qk_norm": replace(LLAMA, qk_layernorm=True),
+    "sinks": replace(LLAMA, softmax_type="learnable"),
     "yarn": replace(
         LLAMA, position_embedding_type="yarn", rotary_scaling_factor=64.0, yarn_original_max_position_embeddings=100
     ),
@@ -153,6 +154,7 @@ FAST = [
     ("llama", "cp2_a2a", "O3"),
     ("gpt3", "cp2_tp2_sp_a2a", "bf16"),
     ("llama", "cp4_gather", "fp8_wire"),
+    ("sinks", "cp2_a2a", "bf16"),
 ]
 #: Two query groups are not for four ranks that exchange heads.
 REFUSED = {("llama", "cp4_a2a"), ("llama", "cp2_tp2_sp_a2a")}
@@ -176,6 +178,8 @@ REFUSED = {("llama", "cp4_a2a"), ("llama", "cp2_tp2_sp_a2a")}
         slow("qk_norm", "cp2_gather", "O3"),
         slow("qk_norm", "cp2_tp2", "bf16"),
         slow("yarn", "cp2_a2a", "bf16"),
+        slow("sinks", "cp2", "O3"),
+        slow("sinks", "cp2_tp2_sp", "bf16"),
         slow("qk_norm", "cp2_a2a", "O3"),
     ],
 )

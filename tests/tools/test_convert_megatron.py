@@ -183,7 +183,7 @@ def test_what_a_conversion_refuses(run: Path, tmp_path: Path, capsys: pytest.Cap
     own = config_of(run.name)
     other = tmp_path / "other.yaml"
     other.write_text(config_text(replace(own, model=replace(own.model, vocab_size=VOCAB_SIZE, norm_epsilon=1e-6))))
-    capped = _with_argument(run, tmp_path / "softmax", "softmax_type", "off-by-one")
+    gated = _with_argument(run, tmp_path / "gated", "attention_output_gate", True)
     normed = _with_argument(run, tmp_path / "normed", "qk_l2_norm", True)
     legacy = _with_argument(run, tmp_path / "unstated", "hidden_size", None)
     converted = tmp_path / "hf"
@@ -195,7 +195,7 @@ def test_what_a_conversion_refuses(run: Path, tmp_path: Path, capsys: pytest.Cap
         (run / "torch", ("--config", str(other), "--vocab-size", "9"), "norm_epsilon(1e-06), under which those"),
         (run / "torch", ("--vocab-size", "257"), "has 256 rows, fewer than vocab_size(257)"),
         (run / "torch", ("--vocab-size", "0"), "argument --vocab-size: 0 is out of range"),
-        (capped, size, "was saved with softmax_type(off-by-one), which this project does not have"),
+        (gated, size, "was saved with attention_output_gate(True), which this project does not have"),
         (normed, size, "was saved with qk_l2_norm(True), which this project does not have"),
         (legacy, size, "does not say which model it is; give --config"),
         (converted, size, "says how large its vocabulary is; leave it out"),

@@ -24,7 +24,14 @@ _aten = torch.ops.aten
 
 
 def attention_block(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, kernel: BlockKernel
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    kernel: BlockKernel,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale · QKᵀ)·V of the keys of one block.
 
@@ -32,6 +39,7 @@ def attention_block(
         query: [s, b, heads, d].
         key, value: [t, b, groups, d].
         causal: query i attends to the keys up to i; s = t. Otherwise to all.
+        allowed: with `dense` alone, bool [b or 1, 1, s, t]: of these keys, those that a query attends to. None: all.
 
     Returns:
         The output [s, b, heads, d], and log Σ exp of the scaled scores FP32 [b, heads, s] (float64 for float64).
@@ -42,7 +50,7 @@ def attention_block(
     elif kernel == "flash":
         out, log_sum_exp = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
-        out, log_sum_exp = _dense(q, k, v, causal, scale)
+        out, log_sum_exp = _dense(q, k, v, _hidden(q, k, causal, allowed), scale)
     return out.permute(2, 0, 1, 3), log_sum_exp.reshape(out.shape[:3])
 
 
@@ -57,6 +65,7 @@ def attention_block_backward(
     causal: bool,
     scale: float,
     kernel: BlockKernel,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The block's summands of the gradients of query, key and value.
 
@@ -71,7 +80,7 @@ def attention_block_backward(
     assert grad_out.is_contiguous() and out.is_contiguous() and log_sum_exp.is_contiguous()
     q, k, v, o, grad = (x.permute(1, 2, 0, 3) for x in (query, key, value, out, grad_out))
     if kernel == "dense":
-        grads = _dense_backward(grad, q, k, v, o, log_sum_exp, causal, scale)
+        grads = _dense_backward(grad, q, k, v, o, log_sum_exp, _hidden(q, k, causal, allowed), scale)
     else:
         operands, lengths = (grad, q, k, v, o), (q.shape[2], k.shape[2], 0.0, causal)
         no_seed = torch.empty(2, dtype=torch.int64, device=q.device)  # without dropout nobody reads it
@@ -87,20 +96,20 @@ def attention_block_backward(
     return grad_query, grad_key, grad_value
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _dense(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """[b, heads, s, d] each, computed in FP32 or float64."""
-    scores = _scores(_wide(q), _of_heads(_wide(k), q), causal, scale)
+    scores = _scores(_wide(q), _of_heads(_wide(k), q), hidden, scale)
     log_sum_exp = scores.logsumexp(dim=-1)
     return (torch.exp(scores - log_sum_exp[..., None]) @ _of_heads(_wide(v), q)).to(q.dtype), log_sum_exp
 
 
 def _dense_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor, causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor, hidden: Tensor | None, scale: float
 ) -> list[Tensor]:
     dtype, groups = q.dtype, k.shape[1]
     grad, q, o = _wide(grad), _wide(q), _wide(o)
     k, v = _of_heads(_wide(k), q), _of_heads(_wide(v), q)
-    probabilities = torch.exp(_scores(q, k, causal, scale) - log_sum_exp[..., None])
+    probabilities = torch.exp(_scores(q, k, hidden, scale) - log_sum_exp[..., None])
     inner = (grad * o).sum(dim=-1, keepdim=True)
     grad_scores = probabilities * (grad @ v.transpose(-1, -2) - inner) * scale
     grads = grad_scores @ k, grad_scores.transpose(-1, -2) @ q, probabilities.transpose(-1, -2) @ grad
@@ -108,12 +117,18 @@ def _dense_backward(
     return [x.to(dtype) for x in (grads[0], *of_groups)]
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = q @ k.transpose(-1, -2) * scale
+def _hidden(q: Tensor, k: Tensor, causal: bool, allowed: Tensor | None) -> Tensor | None:
+    """The keys that a query does not see, for `masked_fill` of scores [b, heads, s, t]; None: it sees all."""
+    hidden = None if allowed is None else ~allowed
     if not causal:
-        return scores
-    is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(is_later, -math.inf)
+        return hidden
+    is_later = torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).triu(1)
+    return is_later if hidden is None else hidden | is_later
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * scale
+    return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
 
 def _wide(x: Tensor) -> Tensor:

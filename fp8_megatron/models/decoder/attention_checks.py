@@ -18,6 +18,7 @@ def attention_problems(config: Config) -> Iterator[str]:
     """One line for each problem of documents and windows."""
     model = config.model
     yield from _window_problems(config)
+    yield from _sink_problems(config)
     name = ("sft" if config.data.sft else "reset_attention_mask") if config.data.keeps_documents_apart else None
     if name is not None and config.precision.precision == "te":
         yield (
@@ -31,6 +32,20 @@ def attention_problems(config: Config) -> Iterator[str]:
     if model.attention_backend == "cudnn":
         yield f"{name} runs in FlashAttention's kernels, not attention_backend(cudnn); give --attention-backend auto"
     yield from _flash_problems(name, model.head_dim)
+
+
+def _sink_problems(config: Config) -> Iterator[str]:
+    """What heads with sinks do not compute (`nn.attention_sinks`)."""
+    model = config.model
+    if model.softmax_type == "vanilla":
+        return
+    name = f"softmax_type({model.softmax_type})"
+    if config.precision.precision == "te":
+        yield f"{name} is for this project's attention, not Transformer Engine's; choose --precision fp8 or bf16"
+    if model.attention_dropout > 0:
+        yield f"{name} has no dropout, attention_dropout is {model.attention_dropout}; give --attention-dropout 0"
+    if config.parallel.context_parallel_size == 1:  # otherwise `context_problems` says it
+        yield from _kernel_problems(config, name)
 
 
 def _flash_problems(name: str, width: int) -> Iterator[str]:
@@ -126,6 +141,12 @@ def _block_problems(config: Config) -> Iterator[str]:
         yield f"{name} runs attention in 16 bits; drop fp8_dot_product_attention, or choose cp_comm_type a2a"
     if model.window_size is not None:
         yield f"{name} does not support windows; drop window_size({model.window_size}), or choose cp_comm_type a2a"
+    yield from _kernel_problems(config, name)
+
+
+def _kernel_problems(config: Config, name: str) -> Iterator[str]:
+    """What FlashAttention's and cuDNN's kernels of whole rows with their log-sum-exp do not take."""
+    model = config.model
     width = model.head_dim
     yield from _flash_problems(name, width)
     if model.attention_backend == "cudnn" and _CUDNN_MAX_WIDTH < width <= _FLASH_MAX_WIDTH:

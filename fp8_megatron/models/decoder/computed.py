@@ -27,6 +27,7 @@ computed_settings = (
     *YARN_SETTINGS,
     "window_size",
     "window_attn_skip_freq",
+    "softmax_type",
 )
 #: Base and scaling of RoPE, which a longer context may change.
 _SCALES = (

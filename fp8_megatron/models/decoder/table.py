@@ -13,6 +13,8 @@ POSITION_EMBEDDING = "embedding.position_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm."
 QKV = LAYERS + "self_attention.linear_qkv."
 PROJECTION = LAYERS + "self_attention.linear_proj."
+_SINKS = ("softmax_offset",)
+SINKS = LAYERS + "self_attention.core_attention.softmax_offset"
 QUERY_NORM = LAYERS + "self_attention.q_layernorm."
 KEY_NORM = LAYERS + "self_attention.k_layernorm."
 FC1 = LAYERS + "mlp.linear_fc1."
@@ -24,7 +26,7 @@ linear_weights = tuple(prefix + "weight" for prefix in (QKV, PROJECTION, FC1, FC
 #: row-parallel layers.
 shared_axes: Mapping[str, int] = MappingProxyType(
     {
-        **dict.fromkeys((*VOCABULARY_KEYS, QKV + "weight", QKV + "bias", FC1 + "weight", FC1 + "bias"), 0),
+        **dict.fromkeys((*VOCABULARY_KEYS, QKV + "weight", QKV + "bias", SINKS, FC1 + "weight", FC1 + "bias"), 0),
         **dict.fromkeys((PROJECTION + "weight", FC2 + "weight"), 1),
     }
 )
@@ -37,6 +39,7 @@ layer_orders = tuple(
     tuple(f"{module}.{name}" for module, names in modules for name in names)
     for modules in (
         (
+            ("self_attention.core_attention", _SINKS),
             ("self_attention.linear_proj", _WEIGHTS),
             ("self_attention.linear_qkv", _NORM + _WEIGHTS),
             *_HEAD_NORMS,
@@ -45,6 +48,7 @@ layer_orders = tuple(
         ),
         (
             ("self_attention.linear_qkv", _NORM),
+            ("self_attention.core_attention", _SINKS),
             ("self_attention.linear_proj", _WEIGHTS),
             ("self_attention.linear_qkv", _WEIGHTS),
             *_HEAD_NORMS,
@@ -76,6 +80,8 @@ def around_mlp(model: ModelConfig, padded_vocab_size: int, mlp: Sequence[Paramet
     rows += linear_rows(model, QKV, model.query_width + 2 * model.key_width, hidden)
     if model.qk_layernorm:
         rows += [row for key in (QUERY_NORM, KEY_NORM) for row in _norm(model, key, model.head_dim)]
+    if model.softmax_type == "learnable":
+        rows.append(Parameter(SINKS, (model.num_attention_heads,), axis=0))
     rows += linear_rows(model, PROJECTION, hidden, model.query_width)
     rows += _norm(model, MLP_NORM, hidden)
     rows += mlp
