@@ -24,7 +24,7 @@ COPY tools tools
 # hadolint ignore=DL3013
 RUN if ! python3 -c "import torch"; then python3 -m pip install --no-cache-dir "${TORCH}"; fi \
     && python3 -c "import torch; print(f'torch=={torch.__version__}')" > /tmp/constraints.txt \
-    && python3 -m pip install --no-cache-dir --constraint /tmp/constraints.txt --editable '.[corpora]' \
+    && python3 -m pip install --no-cache-dir --constraint /tmp/constraints.txt --editable '.[corpora,fp8-attention,hf,tokenizers]' \
     && rm /tmp/constraints.txt
 
 # The recipes' Python. This folder has no .venv.

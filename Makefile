@@ -18,7 +18,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 BIN := $(filter-out ./,$(dir $(PY)))
 SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/slurm/*)
 
-.PHONY: help quickstart test test-slow test-torch triton test-triton test-interpreted test-gpu test-multigpu lint docs format clean
+.PHONY: help quickstart test test-slow test-torch triton test-triton test-interpreted test-gpu test-multigpu wheel test-wheel lint docs format clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##|^\.venv/\.installed:.*##' $(MAKEFILE_LIST) | sed 's/\.venv\/\.installed/.venv\/.installed/' | \
@@ -61,6 +61,13 @@ test-gpu: $(SETUP)  ## The tests of one GPU (PY=python3 takes your own environme
 
 test-multigpu: $(SETUP)  ## The tests of several GPUs
 	$(PYTEST) -m multigpu --timeout 900
+
+wheel: $(SETUP)  ## The wheel and the source distribution, into dist/
+	rm -rf dist
+	$(PY) -m build --outdir dist .
+
+test-wheel: wheel  ## The wheel, tried with the packages that it asks for, and beside torch alone
+	PY='$(PY)' bash scripts/try_wheel.sh
 
 lint: $(SETUP)  ## ruff, mypy, import layers, shellcheck, hadolint
 	$(PY) -m ruff check .

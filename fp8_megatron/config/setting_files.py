@@ -34,6 +34,9 @@ _MOST_BYTES = 1_000_000
 _MOST_LEVELS = 20
 _SPLITS = ("train", "valid", "test")
 
+#: The repository's configs/, which an installed package brings along.
+_CONFIGS = Path(__file__).parents[1] / "configs"
+
 
 class Dumper(yaml.SafeDumper):
     """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
@@ -62,6 +65,8 @@ class _Loader(yaml.SafeLoader):
 def read_mapping(path: str | Path) -> Mapping[Any, Any]:
     """The mapping that a YAML file holds; empty if the file is.
 
+    ``configs/NAME.yaml`` is the package's own file where the working folder has none of this name.
+
     Raises:
         ConfigError: the file cannot be read, is too large, is not YAML, has a tag, or holds something else.
     """
@@ -87,10 +92,11 @@ def _read_text(path: str | Path) -> str:
     if not str(path).strip():
         raise ConfigError("--config is empty (an unset shell variable?); give a file, or leave it out")
     try:
-        is_file = stat.S_ISREG(Path(path).stat().st_mode)
+        found = _found(Path(path))
+        is_file = stat.S_ISREG(found.stat().st_mode)
         content = b""
         if is_file:
-            with Path(path).open("rb") as file:
+            with found.open("rb") as file:
                 content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         reason = getattr(error, "strerror", None) or error
@@ -103,6 +109,13 @@ def _read_text(path: str | Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8 text; check --config") from error
+
+
+def _found(path: Path) -> Path:
+    """`path`, or the package's file that it names."""
+    own = _CONFIGS.joinpath(*path.parts[1:])
+    is_own = path.parts[:1] == (_CONFIGS.name,) and ".." not in path.parts and not path.exists() and own.is_file()
+    return own if is_own else path
 
 
 def _check_events(text: str) -> None:

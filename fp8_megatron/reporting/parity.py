@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from .metrics_file import METRICS_FILE, read_rows
-from .plot import COLORS, REFERENCE_COLOR, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 #: A run of a comparison: its level and its seed.
 RunKey = tuple[str, int]
@@ -325,6 +325,8 @@ def draw_parity(runs: Sequence[RunResult], parity: Parity, output: Path) -> None
 
     Runs that diverged are in no mean. Each has a dotted curve of its own, as far as its losses are finite.
     """
+    from .plot import COLORS, REFERENCE_COLOR, new_figure, save_figure  # matplotlib
+
     figure = new_figure(height=7.5)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     base = {run.seed: run for run in runs if run.level == parity.reference}

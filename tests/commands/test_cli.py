@@ -19,6 +19,10 @@ SIZES = (
     "--train-iters 5"
 )
 HEAVY = ("torch", "numpy", "megatron", "matplotlib")
+#: What the trainer, its reports and its converters need, and models of other libraries do not.
+NOT_FOR_ANY_MODEL = (
+    "megatron transformers accelerate matplotlib wandb rich tensorboard yaml psutil sentencepiece safetensors triton"
+).split()
 
 
 def python(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -128,15 +132,28 @@ def test_a_mistake_is_told_where_neither_torch_nor_megatron_can_be_imported(word
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_imports_neither_torch_nor_megatron(name: str) -> None:
+def test_help_imports_nothing_of_seconds(name: str) -> None:
     code = (
         "import sys; from fp8_megatron import cli\n"
         f"try: cli.main([{name!r}, '--help'])\n"
-        "finally: print('imported:', *({'torch', 'transformers', 'megatron'} & sys.modules.keys()))"
+        "finally: print('imported:', *({'torch', 'transformers', 'megatron', 'matplotlib'} & sys.modules.keys()))"
     )
     result = python("-c", code)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
     assert result.stdout.startswith("usage: ") and result.stdout.splitlines()[-1] == "imported:"
+
+
+def test_the_package_loads_nothing_by_itself() -> None:
+    code = "import sys; before = set(sys.modules); import fp8_megatron; new = sys.modules.keys() - before; "
+    code += "print(*[name for name in new if name.partition('.')[0] not in sys.stdlib_module_names])"
+    result = python("-c", code)
+    assert result.stdout.split() == ["fp8_megatron"], result.stderr
+
+
+def test_initialize_loads_torch_and_the_core() -> None:
+    code = f"import sys; from fp8_megatron import initialize; print(*set({NOT_FOR_ANY_MODEL}) & sys.modules.keys())"
+    result = python("-c", code)
+    assert (result.stdout.split(), result.returncode) == ([], 0), result.stderr
 
 
 def test_importing_changes_nothing() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8_megatron.config.checks import check_config
-from fp8_megatron.config.io import parse_config
+from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.io import load_config, parse_config
 from fp8_megatron.config.learning_rate import LearningRateSchedule
 from fp8_megatron.data.tokenizer import padded_vocab_size
 from fp8_megatron.planning.memory import predict_memory
@@ -145,3 +145,16 @@ def test_its_size_is_the_one_in_its_name(name: str) -> None:
     mlp = (3 if model.swiglu else 2) * model.hidden_size * width
     low, high = BILLIONS[name]
     assert low < model.num_layers * (attention + mlp) / 1e9 < high
+
+
+def test_an_installed_package_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the working folder has none of that name; what is not the package's is an error as ever."""
+    here = load_config(CONFIGS / "recipes" / "gpt_7b.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert load_config("configs/recipes/gpt_7b.yaml") == here
+    for path in ("configs/gpt_7c.yaml", "configs/../config/schema.py", "recipes/gpt_7b.yaml", "configs"):
+        with pytest.raises(ConfigError, match="cannot read the configuration file"):
+            load_config(path)
+    (tmp_path / "configs" / "recipes").mkdir(parents=True)
+    (tmp_path / "configs" / "recipes" / "gpt_7b.yaml").write_text("seed: 7\n")
+    assert load_config("configs/recipes/gpt_7b.yaml").training.seed == 7
