@@ -47,6 +47,9 @@ def initialize(
     checkpoints. Call it once, after the model is on its device and before the first step. Wrap or compile the model
     afterwards. torch's ``fully_shard`` comes before it, after `replace_linears` (docs/fsdp2.md).
 
+    The trainer's defaults are O3 and delayed, which are faster. Nothing says here that a model runs the same layers in
+    every step, as delayed scales want, or on several ranks, which O3 is for; on one, O2 takes the fewest bytes.
+
     Args:
         model: any module; its linear layers become `FP8Linear` in place (`replace_linears`), or are so already.
         optimizer: torch's AdamW or Adam, or another that `update_rules` knows, over the model's parameters, before its

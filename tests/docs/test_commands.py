@@ -2,7 +2,8 @@
 
 The comment above a block says how: ``run`` (everything in it, in order, page by page, in one scratch folder), ``gpu``
 (its flags are parsed and checked for the number of ranks), ``ci`` (.ci/run runs it) or ``shown: why``. ``shrink``
-appends flags that make a model tiny. ``needs=NAME`` runs a command of `_NEEDED` before.
+appends flags that make a model tiny. ``needs=NAME`` runs a command of `_NEEDED` before. ``continues`` makes one
+script of a Python block and those above it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,7 +113,7 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
         if path.name not in ("runs", ".git", ".venv", "data"):
             (tmp_path / path.name).symlink_to(path)
     done: set[str] = set()
-    for language, block in _in_order(page):
+    for language, block in _joined(_in_order(page)):
         for need in re.findall(r"needs=([\w-]+)", block.tag or ""):
             if need in ("llama", "chat-model"):
                 pytest.importorskip("transformers")
@@ -128,6 +130,17 @@ def _in_order(page: Path) -> list[tuple[str, Block]]:
     text = page.read_text()
     found = [(block.language, block) for block in _BLOCKS if block.page == page and (block.tag or "").startswith("run")]
     return sorted(found, key=lambda item: text.index(item[1].text))
+
+
+def _joined(found: list[tuple[str, Block]]) -> list[tuple[str, Block]]:
+    """The blocks, with those that continue a script in one with it."""
+    joined: list[tuple[str, Block]] = []
+    for language, block in found:
+        if "continues" in (block.tag or ""):
+            _, first = joined.pop()
+            block = replace(first, text=f"{first.text}\n\n{block.text}")
+        joined.append((language, block))
+    return joined
 
 
 def _run_all(script: str, folder: Path, *, shrink: bool) -> None:

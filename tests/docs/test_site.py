@@ -16,7 +16,8 @@ from tests.docs.documents import ROOT
         ("see [design](design.md)", "see [design](design.md)"),
         ("[`a.json`](../benchmarks/results/a.json)", "`a.json`"),
         ("[the results](../benchmarks/results/README.md).", "the results (`benchmarks/results/README.md`)."),
-        ("![chart](../benchmarks/results/a.png)", "`benchmarks/results/a.png`"),
+        ("![chart](../benchmarks/results/a.png)", "![chart](results/a.png)"),
+        ("![icon](../tools/a.png)", "`tools/a.png`"),
     ],
 )
 def test_links_out_of_the_site_become_names(markdown: str, shown: str) -> None:
