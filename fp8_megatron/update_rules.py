@@ -22,6 +22,8 @@ class RuleEntry:
         holds_squares: some state averages squares of gradients.
         split_place: of the rule over a split master; None: there is none.
         settings: for an option, the trainer's settings that give it. Others are given by ``--optimizer-options``.
+        rest: of a rule of matrices, the rule of all other parameters, whose options are among its own; None: the rule
+            takes all parameters.
     """
 
     place: str
@@ -30,6 +32,7 @@ class RuleEntry:
     holds_squares: bool = False
     split_place: str | None = None
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rest: str | None = None
 
 
 _ADAMW = RuleEntry(
@@ -58,5 +61,47 @@ _LION = RuleEntry(
     stands_for=("lion_pytorch.lion_pytorch.Lion",),
     settings=MappingProxyType({"betas": ("lion_beta1", "lion_beta2")}),
 )
+_MUON = RuleEntry(
+    "muon.Muon",
+    MappingProxyType(
+        {
+            **_ADAMW.options,
+            "momentum": 0.95,
+            "nesterov": True,
+            "num_ns_steps": 5,
+            "coefficient_type": "quintic",
+            "scale_mode": "spectral",
+            "extra_scale_factor": 1.0,
+            "tp_mode": "duplicated",
+        }
+    ),
+    stands_for=("torch.optim._muon.Muon",),
+    holds_squares=True,
+    settings=MappingProxyType(
+        {
+            **_ADAMW.settings,
+            "momentum": ("muon_momentum",),
+            "nesterov": ("muon_nesterov",),
+            "num_ns_steps": ("muon_num_ns_steps",),
+            "coefficient_type": ("muon_coefficient_type",),
+            "scale_mode": ("muon_scale_mode",),
+            "extra_scale_factor": ("muon_extra_scale_factor",),
+            "tp_mode": ("muon_tp_mode",),
+        }
+    ),
+    rest="adamw",
+)
 #: By the names of ``--optimizer``.
-RULES: Mapping[str, RuleEntry] = MappingProxyType({"adam": _ADAMW, "adamw": _ADAMW, "sgd": _SGD, "lion": _LION})
+RULES: Mapping[str, RuleEntry] = MappingProxyType(
+    {"adam": _ADAMW, "adamw": _ADAMW, "sgd": _SGD, "lion": _LION, "muon": _MUON}
+)
+
+
+def rule_of_space(name: str, *, has_matrices: bool) -> str:
+    """The rule of a space of a model whose optimizer has the name `name`.
+
+    Args:
+        has_matrices: its parameters are matrices of hidden layers.
+    """
+    rest = RULES[name].rest
+    return name if rest is None or has_matrices else rest

@@ -135,7 +135,7 @@ class _StateToRead:
 def _state_to_read(state: Resumable, kinds: tuple[str, ...]) -> Iterator[_StateToRead]:
     """Some kinds of all of this rank's state."""
     for space, slot, placement in state.slots():
-        for kind in kinds:
+        for kind in filter(space.holds, kinds):
             if kind == MASTER and isinstance(space, SplitSpaceState):
                 yield _StateToRead(space, slot, None, Elements(placement, kind, 0, slot.numel))
                 continue

@@ -80,7 +80,7 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
     takes_masters = loads_moments or (loads_optimizer and _moments_problem(saved) is None)
     state.optimizer.wait_for_copies()
     for space, slot, placement in state.slots():
-        for kind in state.kinds if loads_moments else (MASTER,):
+        for kind in filter(space.holds, state.kinds) if loads_moments else (MASTER,):
             stored = kind if takes_masters else "weight"
             store(space, slot, kind, _local(saved, stored, placement, state.vocab_size).to(state.device))
     for space in state.optimizer.states:

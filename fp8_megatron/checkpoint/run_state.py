@@ -126,7 +126,7 @@ class Resumable:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of state of each parameter."""
+        """The kinds of state that parameters have; each has those that its rule stores."""
         return (MASTER, *(spec.name for spec in self.optimizer.rule_states))
 
 
@@ -195,7 +195,7 @@ class Snapshot:
                 continue  # another rank writes the parameter
             pieces = (piece for fragment in space.space.fragments(slot) for piece in _pieces(fragment, slot))
             for piece in pieces:
-                for kind in self.kinds:
+                for kind in filter(space.holds, self.kinds):
                     prefix = prefix_of(kind)
                     state = _encoded(space, kind, slot, piece)
                     value = None if self.is_native else state.decode()

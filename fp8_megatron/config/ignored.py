@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, get_args
 
-from ..update_rules import RULES
+from ..update_rules import RULES, RuleEntry
 from .model import SETTINGS_WITHOUT_YARN, YARN_SETTINGS
 from .moe import MoeConfig
 from .schema import Config, TokenizerType
@@ -136,6 +136,14 @@ _LOSS_SCALE = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
 _ENDS = "reset_position_ids reset_attention_mask eod_mask_loss"
 _HISTORY = "fp8_amax_history_len fp8_amax_compute_algo fp8_margin"
 _WITHOUT_SQUARES = tuple(name for name, rule in RULES.items() if not rule.holds_squares)
+_WITHOUT_MATRICES = tuple(name for name, rule in RULES.items() if rule.rest is None)
+
+
+def _own_settings(rule: RuleEntry) -> list[str]:
+    """The settings that only the rule reads, not that of the parameters which it leaves."""
+    shared = {} if rule.rest is None else RULES[rule.rest].settings
+    return [name for option, names in rule.settings.items() if option not in shared for name in names]
+
 
 _RULES = (
     Ignored("rotary_base", _POSITIONS, ("learned_absolute", "none"), "give --position-embedding-type rope"),
@@ -180,10 +188,10 @@ _RULES = (
     Ignored(_LOSS_SCALE, _constant_scale, (), "drop loss_scale"),
     *(
         Ignored(
-            " ".join(setting for names in rule.settings.values() for setting in names),
+            " ".join(_own_settings(rule)),
             *(
                 "optimizer",
-                tuple(name for name, other in RULES.items() if other is not rule),
+                tuple(name for name, other in RULES.items() if not rule.settings.keys() <= other.settings.keys()),
                 f"choose --optimizer {chosen}",
             ),
             is_error=chosen != "adam",
@@ -191,6 +199,7 @@ _RULES = (
         for chosen, rule in RULES.items()
         if chosen != "adamw"
     ),
+    Ignored("muon_split_qkv", "optimizer", _WITHOUT_MATRICES, "choose --optimizer muon"),
     Ignored("exp_avg_sq_dtype", "optimizer", _WITHOUT_SQUARES, "choose --optimizer adam"),
     Ignored("lr_warmup_init", _no_warmup, (), "give --lr-warmup-iters", is_error=False),
     Ignored("min_lr decoupled_min_lr", "lr_decay_style", ("constant",), "choose another --lr-decay-style"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge, Le
 
 from ..update_rules import RULES
 from .fields import BelowOne, Count, CountOrZero, NotNegative, Positive, Samples, SamplesOrZero
@@ -20,7 +22,8 @@ class OptimizerConfig:
     """The optimizer and its schedule."""
 
     optimizer: RuleName = "adam"
-    """The update rule. adam and adamw are AdamW, as in Megatron."""
+    """The update rule. adam and adamw are AdamW, as in Megatron. muon: for the weights of linear layers; AdamW has the
+    rest."""
     optimizer_options: tuple[str, ...] = ()
     """Options of --optimizer that have no flags of their own, as name=value: nesterov=true."""
     decoupled_weight_decay: bool = True
@@ -77,6 +80,24 @@ class OptimizerConfig:
     """Share of the momentum in the step of --optimizer lion."""
     lion_beta2: BelowOne = 0.98
     """Decay of the momentum of --optimizer lion."""
+    muon_momentum: BelowOne = 0.9
+    """Decay of the momentum of --optimizer muon."""
+    muon_nesterov: bool = False
+    """Nesterov's form of the momentum."""
+    muon_split_qkv: bool = True
+    """Query, key and value are matrices of their own, and so are gate and up."""
+    muon_num_ns_steps: Annotated[int, Ge(1), Le(99)] = 5
+    """Steps of Newton-Schulz."""
+    muon_coefficient_type: Literal["quintic", "simple", "polar_express", "aol"] = "quintic"
+    """Coefficients of Newton-Schulz. simple: the same at each step. polar_express: for 8 steps."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """What a matrix [N, K] of the update is multiplied by. spectral: √max(N, K). unit_rms_norm: √(N / K).
+    shape_scaling: √max(1, N / K)."""
+    muon_extra_scale_factor: Positive = 1.0
+    """Multiplies the update too. With spectral, 0.2 gives it about the size of Adam's."""
+    muon_tp_mode: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
+    """What tensor-parallel ranks do. duplicated: each one computes whole matrices. distributed: they share the work.
+    blockwise: each one takes its part for a matrix."""
     clip_grad: NotNegative = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     loss_scale: Positive | None = None

@@ -16,7 +16,7 @@ from . import reference as _shared
 from .activation import reference as _activation
 from .adamw import reference as _adamw
 from .adamw import split_master as _split_master
-from .adamw.elementwise import FlatOperands, elementwise_step_
+from .adamw.elementwise import FlatOperands, direction_step_, elementwise_step_
 from .adamw.reference import AdamHyper, AdamState, FlatState, SplitAdamState
 from .adamw.split_master import join_master, next_weight_scales, split_master
 from .attention import reference as _attention

@@ -11,6 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -29,6 +30,7 @@ from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
 from ..nn.links import KeptTranspose, LayerLinks, model_links
 from ..nn.offload import ActivationOffload
 from ..quantization.recipe import Recipe
+from ..sharding.partition import RowSplit
 from .initialization import named_quantizers_of_model
 from .layer_spec import Attention, block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
@@ -308,8 +310,17 @@ def _tag_vocab_parallel(module: GPTModel) -> None:
             mlp.linear_fc1.weight.partition_stride = 2
             if mlp.linear_fc1.bias is not None:
                 mlp.linear_fc1.bias.partition_stride = 2
+    for attention in module.modules():
+        if isinstance(attention, SelfAttention):
+            attention.linear_qkv.weight.row_split = _query_key_value(attention)
     for param in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+
+
+def _query_key_value(attention: SelfAttention) -> RowSplit:
+    """How the rows of a rank's QKV weight lie: group by group its queries, a key and a value."""
+    groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+    return RowSplit(groups, (attention.num_attention_heads_per_partition // groups * width, width, width))
 
 
 def offload_layers(block: TransformerBlock, num_layers: int, offload: ActivationOffload) -> None:

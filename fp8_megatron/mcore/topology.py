@@ -26,6 +26,7 @@ from ..device.rendezvous import process_group_arguments
 from ..device.variables import check_variables, number
 from ..dtypes import GradReduceMode
 from ..sharding import transport
+from ..sharding.partition import RowSplit
 from ..sharding.region import Region
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.transport import SendMemory, TransportChoice, send_memory
@@ -125,14 +126,21 @@ class Topology:
         each has the gradient of its own use. Experts, marked ``is_expert``, take the tokens of all expert-parallel
         ranks.
         """
+        is_split = getattr(param, "tensor_model_parallel", False)
         if is_expert(param):
-            return Sharing(self.expert_replicas, grad_factor=self.expert_replicas.size / self.replicas.size)
+            return Sharing(
+                self.expert_replicas,
+                parts_with=_several(self.groups.expt_tp) if is_split else None,
+                grad_factor=self.expert_replicas.size / self.replicas.size,
+            )
         if getattr(param, "shared_embedding", False):
             return Sharing(self.replicas, duplicates=self.embedding, summed_over=self.embedding)
-        is_split = getattr(param, "tensor_model_parallel", False)
         is_partial = getattr(param, "sequence_parallel", False)
         return Sharing(
-            self.replicas, duplicates=None if is_split else self.tp, summed_over=self.tp if is_partial else None
+            self.replicas,
+            duplicates=None if is_split else self.tp,
+            summed_over=self.tp if is_partial else None,
+            parts_with=_several(self.tp) if is_split else None,
         )
 
     def region_of(self, param: torch.Tensor) -> Region:
@@ -162,6 +170,10 @@ def region_of(param: torch.Tensor, rank: int, size: int, *, experts: tuple[int, 
     )
 
 
+def _several(group: Group) -> Group | None:
+    return group if group.size() > 1 else None
+
+
 def is_expert(param: torch.Tensor) -> bool:
     """Whether a layer with experts has marked it as their weights [E, N, K]."""
     return getattr(param, "is_expert", False)
@@ -170,6 +182,19 @@ def is_expert(param: torch.Tensor) -> bool:
 def is_embedding_or_output(param: torch.nn.Parameter) -> bool:
     """Whether megatron-core counts a parameter to the embedding or the output layer, as its --decoupled-lr does."""
     return getattr(param, "is_embedding_or_output_parameter", False)
+
+
+def is_linear_weight(name: str, param: torch.nn.Parameter) -> bool:
+    """Whether a parameter is the weight of a linear layer, or of experts'; the output layer is none, nor a router."""
+    *_, module, attribute = name.split(".")
+    return attribute == "weight" and module.startswith("linear_") and param.ndim > 1
+
+
+def row_split_of(param: torch.nn.Parameter) -> RowSplit | None:
+    """The matrices that a rank's weight has: query, key and value (``row_split``), gate and up, or one (None)."""
+    split: RowSplit | None = getattr(param, "row_split", None)
+    pieces = getattr(param, "partition_stride", 1)
+    return split if split is not None or pieces == 1 else RowSplit(1, (param.shape[-2] // pieces,) * pieces)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ..sharding.storage import ModelStorage
 from . import statistics
 from .hyperparameters import OptimizerSettings
 from .loss_scale import LossScale
-from .rules.rule import build_rule
+from .rules.rule import all_states
 from .space_optimizer import OptimizedSpace, SpaceOptimizer
 from .state import SpaceState
 
@@ -62,8 +62,8 @@ class FP8DistributedOptimizer(SpaceOptimizer):
         histories: Sequence[AmaxHistory] = (),
     ) -> None:
         self.settings = settings
-        #: What the update rule stores beside each weight.
-        self.rule_states = build_rule(settings.rule, settings.all_options).states
+        #: What the update rule stores, of any parameter of the model.
+        self.rule_states = all_states(settings.rule, settings.all_options)
         self.model = model
         self.loss_scale = loss_scale
         self._world = world

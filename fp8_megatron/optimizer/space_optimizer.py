@@ -23,7 +23,9 @@ from ..sharding.gradient import GradBuffer
 from ..sharding.partition import ParamSpace, Slot, StorageClass
 from ..sharding.released_grads import ReleasedGradBuffer
 from ..sharding.storage import ModelStorage
-from .rules.rule import UpdateRule, build_rule
+from ..update_rules import rule_of_space
+from .matrix_state import MatrixSpaceState
+from .rules.rule import MatrixRule, UpdateRule, build_rule
 from .split_state import SplitSpaceState
 from .state import SpaceState
 from .step_numbers import StepNumbers
@@ -107,9 +109,10 @@ class SpaceOptimizer(torch.optim.Optimizer):
         """
         formats = self._storage.of_state(space.storage, space.dtype)
         is_split = formats.master_weight is StorageDtype.SPLIT
-        rule: UpdateRule = build_rule(self._rule, options, is_split=is_split)
+        name = rule_of_space(self._rule, has_matrices=space.has_matrices)
+        rule: UpdateRule = build_rule(name, options, is_split=is_split)
         self._numbers.add_space(space)
-        kind = SplitSpaceState if is_split else SpaceState
+        kind = SplitSpaceState if is_split else MatrixSpaceState if isinstance(rule, MatrixRule) else SpaceState
         return kind(space, formats, rule, is_trained=self._storage.is_trained)
 
     def square_sum(self, start: Tensor) -> SquareSum:

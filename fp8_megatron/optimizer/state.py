@@ -181,6 +181,10 @@ class SpaceState:
         stored = self.master if kind == "master" else self.states[kind]
         return stored.part(fragment)
 
+    def holds(self, kind: str) -> bool:
+        """Whether the rule stores `kind`, or it is "master"."""
+        return kind == "master" or kind in self.states
+
     def squared_norm(self) -> Tensor:
         """Σ x² of this rank's shard of the masters, FP32 [1]."""
         return ops.squared_norm(*self.master)
@@ -322,8 +326,13 @@ class SpaceState:
         step_count: Tensor,
     ) -> None:
         """The rule's step over one part of the shard; `grad` is of that part, `written` of the shard."""
+        self.rule.step(self._operands(place, grad, written), group, grad_factor=grad_factor, step=step_count)
+
+    def _operands(
+        self, place: Fragment, grad: ReleasedGrad | ops.FlatState, written: Tensor | None
+    ) -> ops.FlatOperands:
         start, stop = place.shard_start, place.shard_start + place.length
-        operands = ops.FlatOperands(
+        return ops.FlatOperands(
             grad=ops.FlatState(grad.payload, grad.scales),
             states=self.states_of(place),
             master=self.master.part(place),
@@ -331,7 +340,6 @@ class SpaceState:
             weight=None if written is None else written[start:stop],
             chunk_amax=None if self.chunk_amax is None else self.chunk_amax[start // CHUNK : stop // CHUNK],
         )
-        self.rule.step(operands, group, grad_factor=grad_factor, step=step_count)
 
     def states_of(self, place: Fragment) -> tuple[StateTensor, ...]:
         """The rule's states of one part of the shard (views)."""

@@ -10,10 +10,12 @@ from ..data import tokenizer
 from ..dtypes import GRAD_BLOCK, STATE_BLOCK, StorageDtype
 from ..models.registry import architecture_of
 from ..optimizer.hyperparameters import OptimizerSettings
-from ..optimizer.rules.rule import UpdateRule, build_rule
+from ..optimizer.rules.rule import UpdateRule, all_states, build_rule
 from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.partition import PLACE_BYTES, StorageClass
 from ..sharding.storage import ModelStorage
+from ..storage import StateSpec
+from ..update_rules import rule_of_space
 
 #: Of a model: its experts, and all that is not in them.
 ModelPart = Literal["experts", "others"]
@@ -65,24 +67,32 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
     )
 
 
-def rule_of(config: Config) -> UpdateRule:
-    """How the run updates its parameters."""
-    return build_rule(config.optimizer.optimizer, optimizer_settings(config.optimizer).all_options)
+def rule_of(config: Config, *, is_linear: bool) -> UpdateRule:
+    """How the run updates weights of linear layers, or its other parameters."""
+    name = rule_of_space(config.optimizer.optimizer, has_matrices=is_linear)
+    return build_rule(name, optimizer_settings(config.optimizer).all_options)
+
+
+def states_of(config: Config) -> tuple[StateSpec, ...]:
+    """What the run's optimizer stores, of any parameter."""
+    return all_states(config.optimizer.optimizer, optimizer_settings(config.optimizer).all_options)
 
 
 def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, stage: int = 0) -> MemoryByKind:
     """Predicted memory of a rank of pipeline stage `stage`, without padding and wire buffers."""
     is_trained = not config.training.skip_train
     stored = model_storage(config.precision, config.num_micro_batches(world_size), is_trained=is_trained)
-    rule = rule_of(config)
-    linear = rest = StorageBytes.none(rule.states)
+    linear = rest = StorageBytes.none(states_of(config))
     for part, replicas in replicas_by_part(config, world_size).items():
-        for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage, part=part).items():
-            held = _predict(storage, count, stored, rule, replicas)
-            if storage is StorageClass.LINEAR:
-                linear += held
-            else:
-                rest += held
+        for is_linear in (True, False):
+            rule = rule_of(config, is_linear=is_linear)
+            counts = parameters_by_class(config, padded_vocab_size, stage=stage, part=part, is_linear=is_linear)
+            for storage, count in counts.items():
+                held = _predict(storage, count, stored, rule, replicas)
+                if storage is StorageClass.LINEAR:
+                    linear += held
+                else:
+                    rest += held
     return MemoryByKind(linear, rest)
 
 
@@ -101,6 +111,7 @@ def parameters_by_class(
     *,
     stage: int | None = None,
     part: ModelPart | None = None,
+    is_linear: bool | None = None,
 ) -> dict[StorageClass, int]:
     """Parameters by the way they are stored: of a rank of pipeline stage `stage`, or of the whole model (None).
 
@@ -108,6 +119,7 @@ def parameters_by_class(
 
     Args:
         part: those of experts, which expert-parallel ranks share, or the others; None: all.
+        is_linear: weights of linear layers, or the others; None: all.
     """
     model, tp, ep, layers = config.model, 1, 1, list(range(config.model.num_layers))
     ends = {"is_first": True, "is_last": True}
@@ -117,7 +129,7 @@ def parameters_by_class(
         ends = {"is_first": stage == 0, "is_last": stage == config.parallel.pipeline_model_parallel_size - 1}
     counts = {StorageClass.LINEAR: 0, StorageClass.MATRIX: 0, StorageClass.VECTOR: 0}
     for row in architecture_of(model).parameters(model, padded_vocab_size):
-        if row.is_buffer or part == ("others" if row.experts else "experts"):
+        if row.is_buffer or part == ("others" if row.experts else "experts") or is_linear is (not row.is_linear):
             continue
         numel, copies = row.numel_of_rank(tp, ep), row.copies(layers, **ends)
         in_fp8 = sum(map(config.is_fp8_layer, row.layers_of(layers))) if row.is_linear else 0
@@ -136,20 +148,20 @@ def largest_linear(config: Config, part: ModelPart) -> int:
 
 def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:
     """Predicted bytes of the tensors of one checkpoint, of all ranks together."""
-    by_class = parameters_by_class(config, padded_vocab_size)
-    if config.checkpoint.ckpt_state_dtype == "fp32":
-        num_kinds = 1 + len(rule_of(config).states) if config.checkpoint.save_optim else 1
-        return num_kinds * StorageDtype.FP32.itemsize * sum(by_class.values())
-    stored = model_storage(config.precision, num_micro_batches=1)
+    stored, in_fp32 = model_storage(config.precision, num_micro_batches=1), config.checkpoint.ckpt_state_dtype == "fp32"
     total = 0
-    for storage, count in by_class.items():
-        formats = stored.of_state(storage)
-        master = formats.master_weight or formats.weight
-        states = rule_of(config).dtypes(formats) if config.checkpoint.save_optim else ()
-        for dtype in (master, *states):
-            total += count * dtype.itemsize + (4 * count // STATE_BLOCK if dtype.is_scaled else 0)
-        if master is StorageDtype.SPLIT:
-            total += count * formats.weight.itemsize
+    for is_linear in (True, False):
+        rule = rule_of(config, is_linear=is_linear)
+        for storage, count in parameters_by_class(config, padded_vocab_size, is_linear=is_linear).items():
+            formats = stored.of_state(storage)
+            master = formats.master_weight or formats.weight
+            dtypes = [master, *(rule.dtypes(formats) if config.checkpoint.save_optim else ())]
+            if in_fp32:
+                dtypes = [StorageDtype.FP32] * len(dtypes)
+            for dtype in dtypes:
+                total += count * dtype.itemsize + (4 * count // STATE_BLOCK if dtype.is_scaled else 0)
+            if master is StorageDtype.SPLIT and not in_fp32:
+                total += count * formats.weight.itemsize
     return total
 
 

@@ -13,7 +13,7 @@ from ..config.schema import Config
 from ..dtypes import StorageDtype
 from ..models.architecture import LayerShape
 from ..models.registry import architecture_of
-from ..optimizer.rules.rule import ElementwiseRule
+from ..optimizer.rules.rule import ElementwiseRule, MatrixRule
 from ..reporting.flops import layer_flops, linear_params_per_layer
 from ..sharding.partition import StorageClass
 from .memory import model_storage, parameters_by_class, rule_of
@@ -229,7 +229,7 @@ def why_no_time(config: Config) -> str | None:
     if not has_rates:
         name = f"fp8_recipe({precision.fp8_recipe})" if precision.is_fp8 else precision.precision
         return f"no rates of {name} were measured"
-    if isinstance(rule_of(config), ElementwiseRule):
+    if isinstance(rule_of(config, is_linear=True), ElementwiseRule | MatrixRule):
         return f"no update of optimizer({config.optimizer.optimizer}) was measured"
     if layer_flops(config) < _SMALL_LAYER_FLOPS:
         return "layers have under 1 TFLOP a micro-batch, and their kernels reach lower rates than were measured"

@@ -53,7 +53,7 @@ class StorageBytes:
             self.weights + other.weights,
             self.gradients + other.gradients,
             self.master_weights + other.master_weights,
-            {name: count + other.states[name] for name, count in self.states.items()},
+            {name: count + other.states.get(name, 0) for name, count in self.states.items()},
             self.scales + other.scales,
         )
 
@@ -92,7 +92,9 @@ def memory_table(
         Text without colours, at most 120 columns wide on any terminal.
     """
     total = measured.linear + measured.rest
-    baseline = bf16_bytes(total.num_params, states, num_optimizer_shards=num_optimizer_shards)
+    parts = (measured.linear, measured.rest)
+    counts = {spec: sum(part.num_params for part in parts if part.states.get(spec.name)) for spec in states}
+    baseline = bf16_bytes(total.num_params, counts, num_optimizer_shards=num_optimizer_shards)
     headings = (
         *("bytes per parameter", "stored as"),
         *("linear\nweights", "16-bit\nrest", "all", "BF16\nmixed"),
@@ -125,8 +127,12 @@ def memory_table(
     return f"{table_text(headings, rows, title=title, num_left=2)}\n{notes}"
 
 
-def bf16_bytes(num_params: int, states: Sequence[StateSpec], *, num_optimizer_shards: int = 1) -> StorageBytes:
-    """Memory of `num_params` parameters in BF16 mixed precision: 2 + 4 + (4 + 4 · states) / shards bytes each."""
+def bf16_bytes(num_params: int, states: Mapping[StateSpec, int], *, num_optimizer_shards: int = 1) -> StorageBytes:
+    """Memory of `num_params` parameters in BF16 mixed precision: 2 + 4 + (4 + 4 · states) / shards bytes each.
+
+    Args:
+        states: parameters that have each state.
+    """
     formats = LEVELS["bf16"]
     assert formats.master_weight is not None
     return StorageBytes(
@@ -134,7 +140,9 @@ def bf16_bytes(num_params: int, states: Sequence[StateSpec], *, num_optimizer_sh
         weights=num_params * formats.weight.itemsize,
         gradients=num_params * formats.main_grad.itemsize,
         master_weights=num_params * formats.master_weight.itemsize // num_optimizer_shards,
-        states={spec.name: num_params * spec.dtype(formats).itemsize // num_optimizer_shards for spec in states},
+        states={
+            spec.name: count * spec.dtype(formats).itemsize // num_optimizer_shards for spec, count in states.items()
+        },
         scales=0,
     )
 

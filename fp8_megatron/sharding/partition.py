@@ -17,9 +17,11 @@ owns equally many elements for any number of ranks and any shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -55,6 +57,31 @@ class StorageClass(Enum):
 
 
 @dataclass(frozen=True)
+class RowSplit:
+    """How the rows of a matrix belong to several matrices of the model: query, key and value, or gate and up.
+
+    Attributes:
+        groups: runs of rows that are divided alike.
+        sizes: rows that each matrix has in a group, in order.
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+
+    def split(self, stored: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices [b, groups · size, columns] of stored ones [b, rows, columns]."""
+        batch, _, columns = stored.shape
+        parts = stored.reshape(batch, self.groups, sum(self.sizes), columns).split(self.sizes, dim=2)
+        return [part.reshape(batch, -1, columns) for part in parts]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The stored matrices [b, rows, columns]."""
+        batch, _, columns = parts[0].shape
+        grouped = [part.view(batch, self.groups, -1, columns) for part in parts]
+        return torch.cat(grouped, dim=2).view(batch, -1, columns)
+
+
+@dataclass(frozen=True)
 class Slot:
     """One parameter's place in a space: elements [offset, offset + numel); padding follows up to the alignment.
 
@@ -65,6 +92,7 @@ class Slot:
         region: where the elements lie in the whole parameter; None: the parameter is whole.
         order: the dimensions by which the elements lie one after another; None: as they are counted.
         first_matrix: the number of its first matrix among those of the space.
+        row_split: matrices of the model that are stored as one; None: there is one.
     """
 
     name: str
@@ -74,6 +102,7 @@ class Slot:
     region: Region | None = None
     order: tuple[int, ...] | None = None
     first_matrix: int = 0
+    row_split: RowSplit | None = None
 
     @property
     def numel(self) -> int:
@@ -194,6 +223,7 @@ class ParamSpace:
     Attributes:
         sharing: the replicas that the space is cut over, and the other ranks that share it.
         has_decoupled_lr: whether the optimizer gives it the decoupled learning rate.
+        has_matrices: its parameters are matrices of hidden layers, which an update rule may take whole.
         dtype: the dtype that its plain parameters keep; None: `ModelStorage` says how they are stored.
     """
 
@@ -204,6 +234,7 @@ class ParamSpace:
     numel: int
     device: torch.device
     has_decoupled_lr: bool = False
+    has_matrices: bool = False
     dtype: torch.dtype | None = None
 
     @property
@@ -248,13 +279,21 @@ class ParamSpace:
 
     def fragments(self, slot: Slot) -> list[Fragment]:
         """The slot's parts that this rank owns, in order; empty if other ranks own all of it."""
+        return self.parts_of(slot.offset, slot.offset + slot.padded, self.shard_index)
+
+    @cached_property
+    def _bucket_starts(self) -> list[int]:
+        return [bucket.start for bucket in self.buckets]
+
+    def parts_of(self, first: int, last: int, shard: int) -> list[Fragment]:
+        """The parts of elements [first, last) that a shard has, in order, counted from `first`."""
         fragments = []
-        for bucket in self.buckets:
-            owned = bucket.start + self.shard_index * bucket.shard_numel
-            start = max(slot.offset, owned)
-            stop = min(slot.offset + slot.padded, owned + bucket.shard_numel)
+        starts = self._bucket_starts
+        for bucket in self.buckets[bisect_right(starts, first) - 1 : bisect_left(starts, last)]:
+            owned = bucket.start + shard * bucket.shard_numel
+            start, stop = max(first, owned), min(last, owned + bucket.shard_numel)
             if start < stop:
-                fragments.append(Fragment(bucket.shard_start + start - owned, start - slot.offset, stop - start))
+                fragments.append(Fragment(bucket.shard_start + start - owned, start - first, stop - start))
         return fragments
 
     def assemble(self, slot: Slot, owned: Callable[[Fragment], torch.Tensor]) -> torch.Tensor:
@@ -348,6 +387,8 @@ def partition(
     *,
     region_of: Callable[[torch.nn.Parameter], Region] | None = None,
     takes_decoupled_lr: Callable[[torch.nn.Parameter], bool] | None = None,
+    is_matrix: Callable[[str, torch.nn.Parameter], bool] | None = None,
+    row_split_of: Callable[[torch.nn.Parameter], RowSplit | None] | None = None,
     bucket_numel: int = 1 << 30,
     whole_linears: bool = False,
     keeps_dtype: bool = False,
@@ -358,6 +399,8 @@ def partition(
         sharing_of: how ranks share a parameter; None: this rank alone has all of them.
         region_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
         takes_decoupled_lr: whether a parameter has the decoupled learning rate, and so a space apart; None: none has.
+        is_matrix: whether a parameter is matrices of a hidden layer, and so has a space apart; None: no space is.
+        row_split_of: matrices of the model that a parameter stores as one; None: there is one.
         bucket_numel: elements of a bucket, rounded to what the cut needs.
         whole_linears: no linear weight lies in two buckets. A weight larger than a bucket makes a larger bucket.
         keeps_dtype: plain parameters keep their dtypes, and their channels-last order. Those of each dtype have a space
@@ -366,17 +409,19 @@ def partition(
     Raises:
         ValueError: the experts of a linear weight have a size that cannot be cut; with the size.
     """
-    grouped: dict[tuple[StorageClass, Sharing, bool, torch.dtype | None], list[Slot]] = {}
+    grouped: dict[tuple[StorageClass, Sharing, bool, bool, torch.dtype | None], list[Slot]] = {}
     for name, param in named_params:
         storage = storage_class(param)
         dtype = param.dtype.to_real() if keeps_dtype and storage is not StorageClass.LINEAR else None
         sharing = Sharing(Replicas.of(None, param.device)) if sharing_of is None else sharing_of(param)
         decoupled = takes_decoupled_lr is not None and takes_decoupled_lr(param)
-        slots = grouped.setdefault((storage, sharing, decoupled, dtype), [])
+        matrices = is_matrix is not None and is_matrix(name, param)
+        slots = grouped.setdefault((storage, sharing, decoupled, matrices, dtype), [])
         start, first_matrix = (slots[-1].offset + slots[-1].padded, slots[-1].matrices.stop) if slots else (0, 0)
         region = None if region_of is None else region_of(param)
         order = _order(param) if keeps_dtype else None
-        slot = Slot(name, param, start, storage.alignment, region, order, first_matrix)
+        row_split = None if row_split_of is None else row_split_of(param)
+        slot = Slot(name, param, start, storage.alignment, region, order, first_matrix, row_split)
         if slot.numel % (slot.num_matrices * CHUNK) and slot.num_matrices > 1:
             rows, columns = param.shape[1:]
             raise ValueError(
@@ -388,9 +433,10 @@ def partition(
         replace(
             _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears),
             has_decoupled_lr=decoupled,
+            has_matrices=matrices,
             dtype=dtype,
         )
-        for (storage, sharing, decoupled, dtype), slots in grouped.items()
+        for (storage, sharing, decoupled, matrices, dtype), slots in grouped.items()
     ]
 
 

@@ -60,6 +60,7 @@ class Sharing:
         summed_over: ranks outside `replicas` that each hold a summand of the gradient; every rank gets the sum.
         scaled_with: ranks that each hold other rows of the same weights, under one scale. Each has an optimizer for its
             own rows. None: this rank has whole weights.
+        parts_with: ranks that each hold another part of the same matrices. None: this rank has whole matrices.
         grad_factor: mean over `replicas` times this factor = gradient of the batch's mean loss. It is replicas / batch
             ranks for an expert that receives tokens from more ranks than replicate it.
     """
@@ -68,6 +69,7 @@ class Sharing:
     duplicates: Group | None = None
     summed_over: Group | None = None
     scaled_with: Group | None = None
+    parts_with: Group | None = None
     grad_factor: float = 1.0
 
     @property

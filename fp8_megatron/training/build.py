@@ -19,7 +19,7 @@ from ..dtypes import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel, finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
 from ..mcore.initialization import initial_values, named_parameters_of_model
-from ..mcore.topology import Topology, is_embedding_or_output
+from ..mcore.topology import Topology, is_embedding_or_output, is_linear_weight, row_split_of
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.loss_scale import LossScale
 from ..planning.memory import model_storage, optimizer_settings
@@ -31,6 +31,7 @@ from ..reporting.router_report import RouterTable
 from ..sharding.data_parallel import DataParallelModule, Exchange
 from ..sharding.partition import StorageClass
 from ..sharding.staging import StagingPools
+from ..update_rules import RULES
 from ..watch.replica_hash import ReplicaCheck
 from .cast_sampling import CastSampler
 from .schedule import RunSchedule
@@ -113,6 +114,8 @@ def build_trainable_model(
         sharing_of=topology.sharing_of,
         region_of=topology.region_of,
         takes_decoupled_lr=is_embedding_or_output if config.optimizer.decoupled_lr is not None else None,
+        is_matrix=is_linear_weight if RULES[config.optimizer.optimizer].rest is not None else None,
+        row_split_of=row_split_of if config.optimizer.muon_split_qkv else None,
         storage=storage,
         exchange=build_exchange(config),
         staging=staging,

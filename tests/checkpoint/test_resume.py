@@ -112,7 +112,7 @@ def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path, form: str) -> 
         assert_goes_on(resumed, expected)
 
 
-@pytest.mark.parametrize("rule", [("sgd", "nesterov=true"), ("lion",)], ids=["sgd", "lion"])
+@pytest.mark.parametrize("rule", [("sgd", "nesterov=true"), ("lion",), ("muon",)], ids=["sgd", "lion", "muon"])
 def test_resuming_is_not_noticed_by_other_rules(ranks: RankPool, tmp_path: Path, rule: tuple[str, ...]) -> None:
     optimizer = tiny_optimizer(lr=1e-3, optimizer=rule[0], optimizer_options=rule[1:], sgd_momentum=0.8)
     config = replace(config_of(PrecisionConfig()), optimizer=optimizer)

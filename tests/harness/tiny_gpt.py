@@ -192,10 +192,12 @@ def whole_weights(gpt: TinyGPT, kind: str = "master") -> dict[str, Tensor]:
     """FP32 master weights by their names in the whole model, assembled from all ranks; called by every rank.
 
     Args:
-        kind: a state of the update rule instead.
+        kind: a state of the update rule instead, of the parameters that have it.
     """
     mine = []
     for state, slot in gpt.optimizer.slots():
+        if not state.holds(kind):
+            continue
         load = partial(_load_fragment, state, kind, slot)
         mine.append((slot.name, slot.region, state.space.assemble(slot, load).cpu()))
     everyone: list[Any] = [None] * gpt.topology.world_size

@@ -5,7 +5,7 @@ State is stored and rounded as the fused steps do it (`reference`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ _PIECE = 1 << 24
 
 #: (gradient, parameter, states), FP32 [n] each → (what is added to the parameter, the new states).
 ChangeFunction = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Sequence[Tensor]]]
+#: (gradient, states), FP32 [n] each → (a direction, the new states).
+DirectionFunction = Callable[[Tensor, list[Tensor]], tuple[Tensor, Sequence[Tensor]]]
 
 
 class FlatOperands(NamedTuple):
@@ -76,9 +78,39 @@ def elementwise_step_(
         holds_squares: by state, whether it is never negative; see `reference.store_moment_`.
         grad_factor, step: as in `reference.adamw_step_`.
     """
+    for piece, _ in _pieces(operands):
+        _step_(piece, change, holds_squares, grad_factor, step)
+
+
+def direction_step_(
+    operands: FlatOperands, direct: DirectionFunction, out: Tensor, *, grad_factor: Tensor, step: Tensor
+) -> None:
+    """The first half of a step whose direction is made of whole matrices: the states, and what the matrices are of.
+
+    Args:
+        operands: the master, the weight and the amaxes are not touched. No state holds squares.
+        out: BF16 [n] receives the direction.
+        grad_factor, step: as in `reference.adamw_step_`.
+    """
+    for piece, (start, stop) in _pieces(operands):
+
+        def update(piece: FlatOperands = piece, part: Tensor = out[start:stop]) -> None:
+            grad = load_state(*piece.grad) * grad_factor
+            direction, new = direct(grad, [load_state(*state) for state in piece.states])
+            bits = rounding_bits(grad.numel(), step, piece.places) if is_rounded(*piece.states) else None
+            for state, kept in zip(piece.states, new, strict=True):
+                store_moment_(kept, state, bits, exp_avg_bits)
+            part.copy_(direction)
+
+        update_where_finite(grad_factor, [tensor for state in piece.states for tensor in state], update)
+
+
+def _pieces(operands: FlatOperands) -> Iterator[tuple[FlatOperands, tuple[int, int]]]:
+    """Parts whose FP32 values fit in memory at once, with where each starts and stops."""
     numel = operands.master.payload.numel()
     for start in range(0, numel, _PIECE):
-        _step_(operands.part(start, min(start + _PIECE, numel)), change, holds_squares, grad_factor, step)
+        stop = min(start + _PIECE, numel)
+        yield operands.part(start, stop), (start, stop)
 
 
 def _step_(

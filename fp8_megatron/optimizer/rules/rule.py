@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...device.group import Group
 from ...errors import UserError
 from ...kernels import ops
 from ...storage import StateSpec, StorageDtype, StorageFormats
-from ...update_rules import RULES
+from ...update_rules import RULES, rule_of_space
 
 
 class UpdateRule(ABC):
@@ -78,6 +79,39 @@ class ElementwiseRule(UpdateRule):
         )
 
 
+class MatrixRule(UpdateRule):
+    """A rule whose step is made of whole matrices: `direction` of each element, and of these `orthogonal`, which is
+    subtracted. Its state is `matrix_state.MatrixSpaceState`."""
+
+    @abstractmethod
+    def direction(
+        self, grad: Tensor, states: list[Tensor], group: Mapping[str, Any]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """What matrices are made of, and the new states. All tensors are FP32 [n]."""
+
+    @abstractmethod
+    def orthogonal(
+        self, matrices: Tensor, group: Mapping[str, Any], ranks: Group | None = None, axis: int | None = None
+    ) -> Tensor:
+        """What is subtracted from the weights, times lr.
+
+        Args:
+            matrices: directions, BF16 [b, rows, columns].
+            ranks, axis: those that have parts of the same matrices along this axis (1 or 2); None: they are whole.
+        """
+
+    def step(self, operands: ops.FlatOperands, group: Mapping[str, Any], *, grad_factor: Tensor, step: Tensor) -> None:
+        """The second half of a step: `operands.grad` is what `orthogonal` made, and the states are done."""
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        ops.elementwise_step_(
+            operands._replace(states=()),
+            lambda made, param, states: (-lr * (made + decay * param), states),
+            holds_squares=(),
+            grad_factor=torch.where(torch.isfinite(grad_factor), 1.0, grad_factor),
+            step=step,
+        )
+
+
 def build_rule(name: str, options: Mapping[str, Any], *, is_split: bool = False) -> UpdateRule:
     """The rule of a name of the registry.
 
@@ -89,6 +123,12 @@ def build_rule(name: str, options: Mapping[str, Any], *, is_split: bool = False)
     place = entry.split_place if is_split else entry.place
     assert place is not None, f"{name} has no rule over a split master"
     return _class_of(place)({**entry.options, **options})
+
+
+def all_states(name: str, options: Mapping[str, Any]) -> tuple[StateSpec, ...]:
+    """What a rule of the registry stores, and what that of the other parameters does."""
+    names = dict.fromkeys(rule_of_space(name, has_matrices=has_matrices) for has_matrices in (True, False))
+    return tuple(dict.fromkeys(spec for rule in names for spec in build_rule(rule, options).states))
 
 
 def recognised(optimizer: torch.optim.Optimizer) -> str | None:

@@ -1,0 +1,141 @@
+"""State of a space whose rule needs whole matrices (`rules.rule.MatrixRule`).
+
+A step goes through the matrices in turns (`sharding.whole_matrices`): the new states and directions of this rank's
+shard, the matrices that it owns, and the update of its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import ops
+from ..sharding.gradient import GradBuffer
+from ..sharding.partition import Fragment, Slot
+from ..sharding.released_grads import ReleasedGrad
+from ..sharding.whole_matrices import Turn, WholeMatrix, turns
+from .rules.rule import MatrixRule
+from .state import SpaceState
+
+#: Elements of matrices of one shape that are made orthogonal together.
+_BATCH_NUMEL = 1 << 26
+
+#: A part of a turn: its place in the shard, where it starts in the turn's parts, its gradient, and its step number.
+_Run = tuple[Fragment, int, ops.FlatState, Tensor]
+
+
+class MatrixSpaceState(SpaceState):
+    """`SpaceState` of matrices."""
+
+    rule: MatrixRule
+
+    @cached_property
+    def _turns(self) -> list[Turn]:
+        return turns(self.space, _cost)
+
+    def update(
+        self,
+        buffer: GradBuffer,
+        parts: Sequence[tuple[int, int, Tensor]],
+        group: Mapping[str, Any],
+        grad_factor: Tensor,
+    ) -> None:
+        written = self._weights_to_write()
+        for turn in self._turns:
+            self._step_of(turn, list(_runs(turn, buffer, parts)), written, group, grad_factor)
+        self._publish_weights(written)
+
+    def update_slot(
+        self,
+        grad: ReleasedGrad,
+        group: Mapping[str, Any],
+        *,
+        grad_factor: Tensor,
+        step_count: Tensor,
+    ) -> None:
+        slot = grad.slot
+        runs = [(Fragment(slot.offset, 0, slot.padded), 0, ops.FlatState(grad.payload, grad.scales), step_count)]
+        self._step_of(self._turn_of(slot), runs, self._weights_to_write(), group, grad_factor)
+
+    def _turn_of(self, slot: Slot) -> Turn:
+        size = slot.padded_matrix
+        starts = range(slot.offset, slot.offset + slot.padded, size)
+        return Turn(self.space, tuple(WholeMatrix(slot, start, start + size, 0) for start in starts))
+
+    def _step_of(
+        self,
+        turn: Turn,
+        runs: Sequence[_Run],
+        written: Tensor | None,
+        group: Mapping[str, Any],
+        grad_factor: Tensor,
+    ) -> None:
+        parts = torch.zeros(turn.numel, dtype=torch.bfloat16, device=self.space.device)
+        for place, start, grad, step in runs:
+            ops.direction_step_(
+                self._operands(place, grad, None),
+                lambda grad, states: self.rule.direction(grad, states, group),
+                parts[start : start + place.length],
+                grad_factor=grad_factor,
+                step=step,
+            )
+        turn.scatter(self._orthogonal(turn.owned, turn.gather(parts), group), parts)
+        for place, start, _, step in runs:
+            made = ops.FlatState(parts[start : start + place.length])
+            self._step(place, made, written, group, grad_factor, step)
+
+    def _orthogonal(
+        self, owned: Sequence[WholeMatrix], directions: Sequence[Tensor], group: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """What the rule makes of whole matrices. Those of one shape are made together."""
+        split = [
+            [part] if matrix.slot.row_split is None else matrix.slot.row_split.split(part)
+            for matrix, part in zip(owned, directions, strict=True)
+        ]
+        alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for index, parts in enumerate(split):
+            for number, part in enumerate(parts):
+                alike.setdefault((_axis(owned[index].slot) or 0, *part.shape[1:]), []).append((index, number))
+        for (axis, *_), places in alike.items():
+            for batch in _batches([split[index][number] for index, number in places]):
+                ranks = self.space.sharing.parts_with if axis else None
+                made = self.rule.orthogonal(torch.cat(batch), group, ranks, axis or None)
+                for part, result in zip(batch, made.split([len(part) for part in batch]), strict=True):
+                    part.copy_(result)
+        return [
+            parts[0] if matrix.slot.row_split is None else matrix.slot.row_split.join(parts)
+            for matrix, parts in zip(owned, split, strict=True)
+        ]
+
+
+def _runs(turn: Turn, buffer: GradBuffer, parts: Sequence[tuple[int, int, Tensor]]) -> Iterator[_Run]:
+    """What a step updates of a turn, of `parts` of the shard (`SpaceState.update`)."""
+    for own in turn.parts:
+        for first, last, step in parts:
+            start, stop = max(first, own.shard_start), min(last, own.shard_start + own.length)
+            if start < stop:
+                for begin, end, grad in buffer.runs(start, stop):
+                    yield Fragment(begin, 0, end - begin), own.slot_start + begin - own.shard_start, grad, step
+
+
+def _batches(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    size = max(1, _BATCH_NUMEL // parts[0].numel())
+    for start in range(0, len(parts), size):
+        yield list(parts[start : start + size])
+
+
+def _axis(slot: Slot) -> int | None:
+    """The axis of a batch of its matrices [b, rows, columns] that ranks share."""
+    axis = None if slot.region is None else slot.region.axis
+    return None if axis is None else axis + 3 - slot.param.ndim
+
+
+def _cost(slot: Slot) -> float:
+    """Multiplications of one step of Newton-Schulz, in proportion."""
+    rows, columns = slot.param.shape[-2:]
+    least = min(rows, columns)
+    return float(least * least * (2 * max(rows, columns) + least)) * slot.numel / (rows * columns * slot.num_matrices)

@@ -1,0 +1,90 @@
+"""The nearest semi-orthogonal matrix by Newton-Schulz iterations in 16 bits, whole or over ranks that share a matrix.
+
+For X = U·S·Vᵀ a step is X ← a·X + (b·A + c·A²)·X with A = X·Xᵀ: S ← a·S + b·S³ + c·S⁵, and U, V stay. From X / ‖X‖ the
+singular values come close to 1. The coefficients give up on 1 itself for speed: see `COEFFICIENTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ..device.group import Group
+
+Coefficients = tuple[float, float, float]
+
+#: The (a, b, c) of the steps by name. They are taken in turn; after the last one of polar_express it is repeated.
+COEFFICIENTS: Mapping[str, tuple[Coefficients, ...]] = MappingProxyType(
+    {
+        # https://kellerjordan.github.io/posts/muon
+        "simple": ((3.4445, -4.7750, 2.0315),),
+        # https://leloykun.github.io/ponder/muon-opt-coeffs
+        "quintic": (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        # arXiv 2505.16932, as Megatron rounds them
+        "polar_express": (
+            (8.2051, -22.9019, 16.4607),
+            (4.0664, -2.8612, 0.5184),
+            (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853),
+            (2.2779, -1.6198, 0.3985),
+            (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568),
+            (1.8750, -1.2500, 0.3750),
+        ),
+        # arXiv 2512.04632
+        "aol": (
+            (4.0098, -7.0585, 2.4635),
+            (3.4585, -5.5479, 2.5959),
+            (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ),
+    }
+)
+
+
+def steps_of(kind: str, num_steps: int) -> list[Coefficients]:
+    """The coefficients of each step."""
+    known = COEFFICIENTS[kind]
+    if kind == "polar_express":
+        return [known[min(index, len(known) - 1)] for index in range(num_steps)]
+    return [known[index % len(known)] for index in range(num_steps)]
+
+
+def polar_factor(
+    matrices: Tensor,
+    steps: list[Coefficients],
+    *,
+    eps: float = 1e-7,
+    group: Group | None = None,
+    axis: int | None = None,
+) -> Tensor:
+    """About U·Vᵀ of each matrix U·S·Vᵀ, BF16 [b, rows, columns]. A matrix of zeros stays one.
+
+    Args:
+        matrices: [b, rows, columns], any float dtype.
+        eps: the least norm that a matrix is divided by.
+        group, axis: ranks that have parts of each matrix along this axis (1 or 2), and of the result. They add their
+            A = XᵀX, or X·Xᵀ, which have the size of the other axis. None: this rank has whole matrices.
+    """
+    is_tall = matrices.shape[1] > matrices.shape[2] if group is None else axis == 1
+    x = matrices.mT if is_tall else matrices
+    norm = x.float().square().sum(dim=(1, 2), keepdim=True)
+    if group is not None:
+        torch.distributed.all_reduce(norm, group=group)
+    x = (x / norm.sqrt().clamp_min(eps)).bfloat16()
+    for a, b, c in steps:
+        gram = torch.bmm(x, x.mT)
+        if group is not None:
+            torch.distributed.all_reduce(gram, group=group)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a)
+    return x.mT if is_tall else x

@@ -1,0 +1,69 @@
+"""Muon (https://kellerjordan.github.io/posts/muon, arXiv 2502.16982): each matrix's momentum, made orthogonal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...device.group import Group
+from ...errors import UserError
+from ...storage import StateSpec
+from ..newton_schulz import COEFFICIENTS, polar_factor, steps_of
+from .rule import MatrixRule
+
+#: (rows, columns) → what the orthogonal matrix is multiplied by; by Megatron's names.
+SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: max(rows, columns) ** 0.5,
+    "unit_rms_norm": lambda rows, columns: (rows / columns) ** 0.5,
+    "shape_scaling": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+}
+#: What ranks do that have parts of the same matrix.
+TP_MODES = ("duplicated", "distributed", "blockwise")
+
+
+class Muon(MatrixRule):
+    """Options: ``momentum``, ``nesterov``; ``num_ns_steps``, ``coefficient_type`` (`newton_schulz.COEFFICIENTS`),
+    ``eps``; ``scale_mode`` (`SCALES`), ``extra_scale_factor``; ``tp_mode``.
+
+    The momentum is an average: m ← μ·m + (1 − μ)·g. Weight decay is decoupled, by lr alone.
+    """
+
+    states = (StateSpec("momentum_buffer", "momentum"),)
+    required_options = ("momentum",)
+    counts_steps = False
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        for option, known in (("scale_mode", SCALES), ("coefficient_type", COEFFICIENTS), ("tp_mode", TP_MODES)):
+            if options[option] not in known:
+                raise UserError(f"{option}({options[option]}) is none of {', '.join(known)}")
+
+    def direction(
+        self, grad: Tensor, states: list[Tensor], group: Mapping[str, Any]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        momentum = float(group["momentum"])
+        buffer = torch.lerp(grad, states[0], momentum)
+        return torch.lerp(grad, buffer, momentum) if group["nesterov"] else buffer, [buffer]
+
+    def orthogonal(
+        self, matrices: Tensor, group: Mapping[str, Any], ranks: Group | None = None, axis: int | None = None
+    ) -> Tensor:
+        steps, eps = steps_of(group["coefficient_type"], int(group["num_ns_steps"])), float(group["eps"])
+        mode = "blockwise" if ranks is None else group["tp_mode"]
+        rows, columns = matrices.shape[1:]
+        if mode == "blockwise":
+            result = polar_factor(matrices, steps, eps=eps)
+        else:
+            assert ranks is not None and axis is not None
+            rows, columns = (size * (ranks.size() if axis == dim else 1) for dim, size in ((1, rows), (2, columns)))
+            if mode == "distributed":
+                result = polar_factor(matrices, steps, eps=eps, group=ranks, axis=axis)
+            else:
+                parts = [torch.empty_like(matrices) for _ in range(ranks.size())]
+                torch.distributed.all_gather(parts, matrices.contiguous(), group=ranks)
+                result = polar_factor(torch.cat(parts, dim=axis), steps, eps=eps).chunk(ranks.size(), axis)[
+                    ranks.rank()
+                ]
+        return result * (SCALES[group["scale_mode"]](rows, columns) * float(group["extra_scale_factor"]))
