@@ -1,5 +1,5 @@
 # fp8_megatron in a container: docker build -t fp8_megatron .
-# docs/clusters.md has the commands for Docker, pyxis and Apptainer. BASE: an image with Python 3.11 or 3.12. A torch that
+# docs/clusters.md has the commands for Docker, pyxis and Apptainer. BASE: an image with Python 3.11 to 3.13. A torch that
 # it brings stays; NVIDIA's nvcr.io/nvidia/pytorch has Transformer Engine and NCCL's EFA plugin besides.
 ARG BASE=python:3.12-slim-bookworm
 # hadolint ignore=DL3006

@@ -1,11 +1,12 @@
 # make help lists the targets. Settings: PYTHON (interpreter of the environment), TORCH (what to install where torch is
-# missing), TRITON (version whose compiler is tried), VENV_ARGS (e.g. --system-site-packages), PY (run the tools with
-# another interpreter, which sets up nothing).
+# missing), OTHER (a second Python), TRITON (version whose compiler is tried), VENV_ARGS (e.g. --system-site-packages),
+# PY (run the tools with another interpreter, which sets up nothing).
 SHELL := bash
 .DEFAULT_GOAL := help
 
 TORCH ?= torch==2.13.0
 TRITON ?= 3.9.0
+OTHER ?= python3.13
 PY ?= .venv/bin/python
 
 ifeq ($(PY),.venv/bin/python)
@@ -18,7 +19,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 BIN := $(filter-out ./,$(dir $(PY)))
 SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/slurm/*)
 
-.PHONY: help quickstart test test-slow test-torch triton test-triton test-interpreted test-gpu test-multigpu wheel test-wheel lint docs format clean
+.PHONY: help quickstart test test-slow test-torch other-python test-other-python triton test-triton test-interpreted test-gpu test-multigpu wheel test-wheel lint docs format clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##|^\.venv/\.installed:.*##' $(MAKEFILE_LIST) | sed 's/\.venv\/\.installed/.venv\/.installed/' | \
@@ -40,6 +41,16 @@ test-slow: $(SETUP)  ## The CPU tests that take minutes
 test-torch:  ## The CPU tests on any torch, in build/venv-torch (TORCH=torch==2.15.0)
 	@VENV=build/venv-torch ANY_TORCH=1 PYTHON='$(PYTHON)' TORCH='$(TORCH)' bash scripts/setup_venv.sh
 	$(MAKE) test PY=build/venv-torch/bin/python
+
+build/venv-%/.installed: pyproject.toml scripts/setup_venv.sh
+	@VENV=$(@D) PYTHON='$*' TORCH='$(TORCH)' bash scripts/setup_venv.sh
+	@touch $@
+
+other-python: build/venv-$(OTHER)/.installed
+
+test-other-python: build/venv-$(OTHER)/.installed  ## megatron-core's wing, every layout and the quickstart on another Python, with its newest megatron-core (OTHER=python3.13)
+	$(ON_CPU) $(<D)/bin/python -m pytest -n 2 --dist loadfile tests/mcore tests/parallel
+	PY=$(<D)/bin/python bash scripts/quickstart.sh
 
 build/triton-$(TRITON)/.installed: $(SETUP)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$(TRITON)

@@ -10,20 +10,28 @@ say() { printf '[%3d s] %s\n' "$SECONDS" "$*"; }
 
 # A command may exist but not run (a version manager's shim), or lack venv: try it.
 usable() {
-  "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1
+  "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+}
+
+# Where a Python of that name may be: on PATH, or where pyenv keeps those that it does not put there.
+places() {
+  local name
+  for name in "$@"; do
+    echo "$name"
+    [ "$name" = python3 ] || compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/${name#python}.*/bin/python3" || true
+  done
 }
 
 find_python() {
-  local candidates=(python3 python3.12 python3.11)
-  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
-  local candidate
-  for candidate in "${candidates[@]}"; do
+  local names=(python3 python3.13 python3.12 python3.11) candidate
+  [ -z "${PYTHON:-}" ] || names=("$PYTHON")
+  while read -r candidate; do
     if usable "$candidate"; then
       echo "$candidate"
       return
     fi
-  done
-  echo "no working Python 3.11 or 3.12 with venv among: ${candidates[*]}; install one or name it: make PYTHON=/path/to/python3.12" >&2
+  done < <(places "${names[@]}")
+  echo "no working Python 3.11, 3.12 or 3.13 with venv among: ${names[*]}; install one or name it: make PYTHON=/path/to/python3.13" >&2
   return 1
 }
 

@@ -11,4 +11,9 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     import megatron.core
     import megatron.core.models.backends  # noqa: F401
+
+    from . import seams
+
+    seams.check()
 _extensions.disabled = _was_disabled
+seams.quiet()

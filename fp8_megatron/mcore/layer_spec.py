@@ -83,7 +83,7 @@ def _half_layer(attention: Attention, activation: Activation, mlp_chunks: int, h
     if has_experts:
         mlp = _experts(None, LayerLinks(), activation, submodules)
     return ModuleSpec(
-        module=HalfTransformerLayer if has_experts else TransformerLayer,
+        module=HalfTransformerLayer,
         submodules=_submodules(
             ModuleSpec(
                 module=RotarySelfAttention,
@@ -266,7 +266,7 @@ class FP8TransformerLayer(TransformerLayer):
         links: LayerLinks,
         **kwargs: Any,
     ) -> None:
-        # megatron-core passes the right arguments only to its own MLP classes.
+        # megatron-core passes the right arguments only to its own MLP classes, and which these are differs by version.
         own = replace(submodules, mlp=IdentityOp)
         super().__init__(config, own, *args, pg_collection=pg_collection, **kwargs)
         self.mlp = _built_mlp(submodules.mlp, config, pg_collection, self.layer_number)
@@ -309,7 +309,7 @@ class FP8TransformerLayer(TransformerLayer):
 
 
 class HalfTransformerLayer(TransformerLayer):
-    """megatron-core's layer with a mixture of experts in the place of its MLP. Its arguments are megatron-core's."""
+    """megatron-core's layer with our 16-bit MLP, or a mixture of experts. Its arguments are megatron-core's."""
 
     def __init__(
         self,

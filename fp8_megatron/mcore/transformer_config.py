@@ -18,6 +18,7 @@ from ..config.schema import Config, ModelConfig
 from ..data.document_bounds import SequencePart
 from ..nn.rope import Yarn, cos_sin_table, rope_frequencies
 from ..quantization.unfused import function_of
+from .seams import without_cuda_graphs
 
 #: megatron-core's names of the kernels of attention in Transformer Engine.
 _TE_ATTENTION = {
@@ -166,7 +167,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         deterministic_mode=training.deterministic_mode,
-        cuda_graph_scope=[],  # what its default means, without a warning that the default is deprecated
+        **without_cuda_graphs(),
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,

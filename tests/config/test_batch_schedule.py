@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
 from fp8_megatron.config.batch_schedule import BatchSchedule
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
+from tests.harness.megatrons_ramp import MegatronsRamp, needs_megatrons_ramp
 
 #: start, increment, samples, global batch. The last has fewer samples than increments; two have thirds as shares.
 RAMPS = [(16, 8, 3000, 64), (4, 4, 1000, 16), (1, 1, 100, 4), (2, 2, 7, 8), (8, 8, 997, 1024), (1, 1, 5, 12)]
@@ -17,19 +17,21 @@ RAMPS = [(16, 8, 3000, 64), (4, 4, 1000, 16), (1, 1, 100, 4), (2, 2, 7, 8), (8, 
 GPT3 = (16, 16, 5859375, 1536)
 
 
+@needs_megatrons_ramp
 @pytest.mark.parametrize("ramp", RAMPS)
 def test_a_ramp_is_megatrons_at_every_sample(ramp: tuple[int, int, int, int]) -> None:
     start, increment, samples, batch = ramp
-    theirs = RampupBatchsizeNumMicroBatchesCalculator(batch, 1, 1, False, 1, start, increment, samples)
+    theirs = MegatronsRamp(batch, 1, 1, False, 1, start, increment, samples)
     ours = BatchSchedule.ramp(start, increment, samples, batch)
     for consumed in range(samples + 50):
         theirs.update(consumed, consistency_check=False)
         assert ours.batch_size(consumed) == theirs.get_current_global_batch_size(), consumed
 
 
+@needs_megatrons_ramp
 def test_the_ramp_of_a_large_run_is_megatrons_at_every_step() -> None:
     start, increment, samples, batch = GPT3
-    theirs = RampupBatchsizeNumMicroBatchesCalculator(batch, 1, 8, False, 1, start, increment, samples)
+    theirs = MegatronsRamp(batch, 1, 8, False, 1, start, increment, samples)
     ours = BatchSchedule.ramp(start, increment, samples, batch)
     consumed, met = 0, []
     while consumed < samples + 10 * batch:

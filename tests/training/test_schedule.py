@@ -14,10 +14,7 @@ import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.num_microbatches_calculator import (
-    ConstantNumMicroBatchesCalculator,
-    RampupBatchsizeNumMicroBatchesCalculator,
-)
+from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from fp8_megatron.checkpoint.files import saved_iterations
@@ -31,6 +28,7 @@ from fp8_megatron.training import training_run
 from fp8_megatron.training.schedule import RunSchedule
 from fp8_megatron.training.stopping import StopReason
 from fp8_megatron.training.trainer import Trainer
+from tests.harness.megatrons_ramp import MegatronsRamp, needs_megatrons_ramp
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.runs import LLAMA_STYLE_FLAGS, tiny_flags
 from tests.harness.token_files import blend_config, write_token_files
@@ -138,7 +136,9 @@ SCHEDULES: dict[str, tuple[str, tuple[int, int, int] | None, dict[str, Any]]] = 
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_megatrons_ramp if SCHEDULES[name][1] else ()) for name in SCHEDULES]
+)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_every_step_is_megatrons(name: str, world_size: int) -> None:
     """Bit for bit, beyond the end of the decay. A batch of 12 is no power of two, so counting steps would round."""
@@ -149,7 +149,7 @@ def test_every_step_is_megatrons(name: str, world_size: int) -> None:
     batches: Any = (
         ConstantNumMicroBatchesCalculator(12, 1, world_size, False, 1)
         if ramp is None
-        else RampupBatchsizeNumMicroBatchesCalculator(12, 1, world_size, False, 1, *ramp)
+        else MegatronsRamp(12, 1, world_size, False, 1, *ramp)
     )
     count = 12 if "--train-iters" in flags else None  # Megatron refuses a ramp there
     expected = list(megatrons_steps(100, batches=batches, scheduler=scheduler, count=count))
@@ -270,6 +270,7 @@ RAMP = {
 }
 
 
+@needs_megatrons_ramp
 def test_a_run_on_samples_is_megatrons_step_for_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One .bin/.idx blend and a schedule in samples: rates, weight decay, batches and the tokens of every sample.
 
@@ -283,7 +284,7 @@ def test_a_run_on_samples_is_megatrons_step_for_step(tmp_path: Path, monkeypatch
     Trainer(parse_config(tiny_flags(tmp_path / "run", load=tmp_path / "saved", **settings))).fit()
 
     config = parse_config(tiny_flags(tmp_path / "run", **settings))
-    batches = RampupBatchsizeNumMicroBatchesCalculator(8, 2, 1, False, 1, 2, 2, 30)
+    batches = MegatronsRamp(8, 2, 1, False, 1, 2, 2, 30)
     scheduler = OptimizerParamScheduler(groups(), 0.0, 1e-3, 0.0, 12, 100, "cosine", 0.01, 0.1, 100, "linear")
     scheduler.optimizer.param_groups[0]["min_lr"] = 0.0
     scheduler.step(0)
