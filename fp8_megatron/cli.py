@@ -24,6 +24,7 @@ class Command:
 
 
 COMMANDS = {
+    "demo": Command("demo", "train a tiny GPT in BF16 and in FP8 side by side, in two minutes on a CPU"),
     "train": Command("train", "train a GPT on this node's GPUs, or on its CPU"),
     "tokenize": Command("train_tokenizer", "train a SentencePiece tokenizer on text"),
     "preprocess": Command("preprocess_data", "turn text into token files"),

@@ -236,7 +236,7 @@ class RunQueue:
             end = "diverged" if result.diverged else f"validation loss {result.final_loss:.4f}"
             print(f"{level}, seed {seed}: {end}", flush=True)
         elif status != 0 and not process.is_asked_to_end:
-            told = _told_error(folder / LOG_FILE, process.log_bytes)
+            told = told_error(folder / LOG_FILE, process.log_bytes)
             print(f"error: {level}, seed {seed} ended with status {status}: {told}", file=sys.stderr, flush=True)
             self.failed.append(key)
         else:
@@ -250,7 +250,7 @@ def _ended_for_losses(folder: Path, num_events: int) -> bool:
     return any(one["kind"] == EventKind.FAULT.value and one.get("error") == "TrainingDiverged" for one in faults)
 
 
-def _told_error(log: Path, start: int) -> str:
+def told_error(log: Path, start: int) -> str:
     """The line with the error of a run whose log begins at this byte: the first that a rank told, else the last one."""
     with log.open("rb") as file:
         file.seek(start)

@@ -42,7 +42,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     text = capsys.readouterr().out
     assert exit_info.value.code == 0
-    names = "train tokenize preprocess merge convert inspect generate plot health parity plan"
+    names = "demo train tokenize preprocess merge convert inspect generate plot health parity plan"
     assert list(COMMANDS) == names.split()
     assert all(f"  {name} " in text and command.help in text for name, command in COMMANDS.items())
 
@@ -68,10 +68,10 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "error: no command; give one of train, tokenize, "),
+        ([], "error: no command; give one of demo, train, "),
         (["trian"], "error: unknown command 'trian'; did you mean train?"),
         (["--gpus", "1", "train"], "error: --gpus stands before the command; write fp8-megatron COMMAND --gpus …"),
-        (["frobnicate"], "error: unknown command 'frobnicate'; give one of train, tokenize, "),
+        (["frobnicate"], "error: unknown command 'frobnicate'; give one of demo, train, "),
     ],
 )
 def test_no_command_or_an_unknown_one_is_one_line(
@@ -192,7 +192,7 @@ def test_what_stands_for_a_clone_that_is_not_installed_is_one(tmp_path: Path) ->
     "tool",
     [
         "pretrain_gpt.py",
-        *(f"tools/{command.module}.py" for name, command in COMMANDS.items() if name != "train"),
+        *(f"tools/{command.module}.py" for name, command in COMMANDS.items() if name not in ("demo", "train")),
         "tools/gradient_snr.py",
     ],
 )

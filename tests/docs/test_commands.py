@@ -34,6 +34,7 @@ _SHRINK = {
     "train": "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --vocab-size 512"
     " --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 1"
     " --log-interval 1 --num-workers 0 --no-tensorboard",
+    "demo": "--train-iters 20",
     "tokenize": "--vocab-size 512",
     "preprocess": "--workers 2",
     "build_quickstart_corpus.py": "--max-mb 1",

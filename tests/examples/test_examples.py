@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -88,3 +89,22 @@ def test_every_example_is_tested_and_described() -> None:
     assert names == set(SHORT)
     described = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"`{name}.py`" in described for name in names)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / "first_steps.ipynb").read_text())["cells"]
+    codes = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in codes), "clear its outputs"
+    ends = "import json\nprint(json.dumps([losses['BF16'], losses['FP8'], *next_losses]))"
+    program = "\n".join(["".join(cell["source"]) for cell in codes] + [ends])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    bf16, fp8, gone_on, loaded = json.loads(done.stdout.splitlines()[-1])
+    # From log(256) = 5.5. A gap of chance at this size is a tenth of the bound.
+    assert bf16[-1] < 3.5 and all(abs(a / b - 1) < 0.02 for a, b in zip(fp8, bf16, strict=True))
+    assert gone_on == loaded
+    (share,) = re.findall(r"^FP8 .* (-\d+)% +- ", done.stdout, re.MULTILINE)
+    assert int(share) < -50

@@ -50,5 +50,5 @@ def test_what_is_left_out(tmp_path):
 
 def test_nothing_found_is_an_error(tmp_path, capsys):
     assert build_quickstart_corpus.main(["--output", str(tmp_path / "corpus.jsonl"), "--max-mb", "0.0001"]) == 2
-    assert "raise --max-mb" in capsys.readouterr().err
+    assert "raise the limit (--max-mb)" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
