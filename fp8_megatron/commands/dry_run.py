@@ -110,7 +110,7 @@ def _steps(config: Config, padded_vocab_size: int, world_size: int) -> list[str]
 def _peak(config: Config, world_size: int) -> list[str]:
     """The largest predicted peak of a stage, and host memory for activations that leave a rank."""
     from ..planning.activations import predict_host_bytes
-    from ..planning.layouts import largest_peak
+    from ..planning.layouts import assumed_balance, largest_peak
     from ..training.graph_choice import may_record  # imports torch
 
     stage, peak = largest_peak(config, world_size, records=may_record(config, world_size))
@@ -124,6 +124,7 @@ def _peak(config: Config, world_size: int) -> list[str]:
     host = max(
         predict_host_bytes(config, world_size=world_size, stage=one) for one in range(config.pipeline_layout.num_stages)
     )
+    lines += assumed_balance(config)
     return lines + ([f"host: {_gigabytes(host)} GB for the activations of a rank"] if host else [])
 
 

@@ -203,7 +203,7 @@ def _records(cluster: Cluster, config: Config) -> bool:
 
 def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> str:
     """The fastest layouts, the memory of the best by kind, its wire bytes, and what no measurement vouches for."""
-    from ..planning.layouts import ROOM, better_accumulation
+    from ..planning.layouts import ROOM, assumed_balance, better_accumulation
     from ..planning.memory import padded_vocab_size
     from ..planning.speed import unmeasured, why_no_time
     from ..planning.wire import predict_wire_bytes
@@ -215,6 +215,7 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
         _table(level, layouts[:top], cluster),
         f"the first: GB of a rank of stage {best.stage}: "
         + ", ".join(f"{kind.replace('_', ' ')} {held[kind] / 1e9:.2f}" for kind in _KINDS if held[kind]),
+        *(f"the first: {line}" for line in assumed_balance(config)),
         *_on_host(best, cluster),
         f"the first: GB that a rank sends in a step: gradients {wire.gradients / 1e9:.2f}, weights "
         f"{wire.weights / 1e9:.2f}",

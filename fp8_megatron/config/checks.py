@@ -248,6 +248,12 @@ def cuda_graph_problems(config: Config) -> Iterator[str]:
         yield f"{name} does not record the backward inside loss_chunk_size({training.loss_chunk_size}); drop one"
     if config.precision.release_gradients:
         yield f"{name} would repeat the recorded learning rate in the updates of release_gradients; drop one"
+    if config.model.num_experts is not None and not config.parallel.gathers_tokens:
+        kind = config.parallel.moe_token_dispatcher_type
+        yield (
+            f"{name} cannot record moe_token_dispatcher_type({kind}), where the host waits for the numbers of tokens; "
+            f"drop one"
+        )
     if config.precision.precision == "te":
         yield f"{name} cannot record Transformer Engine's layers, whose scales move in Python; drop it, or choose fp8"
 

@@ -38,7 +38,8 @@ class ParallelConfig:
     expert_tensor_parallel_size: NumRanks | None = None
     """Ranks that share each expert. Default: tensor-model-parallel-size."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
-    """How expert-parallel ranks exchange tokens."""
+    """How expert-parallel ranks exchange tokens. allgather: each gets all, and steps can be recorded as CUDA graphs.
+    alltoall, flex: a token goes to the ranks of its experts, and the host waits for the numbers of tokens."""
     pipeline_model_parallel_size: NumRanks = 1
     """Pipeline stages that share the layers."""
     num_layers_per_virtual_pipeline_stage: Layers | None = None
@@ -99,6 +100,11 @@ class ParallelConfig:
     def expert_ranks(self) -> int:
         """Ranks that share the experts of a layer: expert-tensor × expert."""
         return self.expert_tensor_size * self.expert_model_parallel_size
+
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether each rank that shares the experts of a layer gets all tokens, and not those of its experts alone."""
+        return self.moe_token_dispatcher_type == "allgather" or self.expert_model_parallel_size == 1
 
     @property
     def exchanges_heads(self) -> bool:

@@ -8,10 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
@@ -21,13 +17,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..activation_functions import Activation
+from ..collectives.token_exchange import AllGather, AllToAll, TokenExchange
 from ..config.moe import DROPPED, LOSSES, expert_capacity, reported_means
 from ..device.group import Group
 from ..dtypes import E4M3
-from ..nn.experts import exchange_choices, experts, fp8_experts, grouped_by_expert, recomputed
+from ..nn.experts import SendTokens, SumTokens, exchange_choices, experts, fp8_experts, grouped_by_expert, recomputed
 from ..nn.gemms import LinearParams
 from ..nn.links import LinearLinks
-from ..nn.parallelism import LOCAL, Local, SequenceColumn, SequenceRow
+from ..nn.parallelism import LOCAL, Exchanged, Local
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
 from .tensor_parallel import as_scaled
@@ -203,7 +200,6 @@ class ExpertLinear(torch.nn.Module):
         axis: that ranks share which have parts of the same experts.
         pieces: equal pieces of the axis, each of which is shared.
         recipe: formats and scaling of the operands; None: 16 bits.
-        parallelism: how ranks with other experts, or parts of them, share the tokens.
     """
 
     def __init__(
@@ -214,10 +210,9 @@ class ExpertLinear(torch.nn.Module):
         pieces: int,
         recipe: Recipe | None,
         links: LinearLinks,
-        parallelism: Local,
     ) -> None:
         super().__init__()
-        device, self.links, self.parallelism = _device(config), links, parallelism
+        device, self.links = _device(config), links
         if recipe is None:
             self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         else:
@@ -228,9 +223,9 @@ class ExpertLinear(torch.nn.Module):
         self.weight.tensor_model_parallel = config.expert_tensor_parallel_size > 1  # type: ignore[attr-defined]
         self.weight.partition_dim, self.weight.partition_stride = axis, pieces  # type: ignore[attr-defined]
 
-    def linear_params(self) -> LinearParams:
+    def linear_params(self, parallelism: Local) -> LinearParams:
         """The layer, for the function that computes it."""
-        return LinearParams(as_scaled(self.weight), None, self.quantizers, self.parallelism, self.links)
+        return LinearParams(as_scaled(self.weight), None, self.quantizers, parallelism, self.links)
 
     def extra_repr(self) -> str:
         """Sizes and casts."""
@@ -259,12 +254,12 @@ class Experts(torch.nn.Module):
         super().__init__()
         ranks, self.num_parts, hidden = groups.tp_ep, groups.ep.size(), config.hidden_size
         self.ranks: Group | None = ranks if ranks.size() > 1 else None
+        self.gathers = config.moe_token_dispatcher_type == "allgather"
         self.activation, self.top_k = activation, config.moe_router_topk
         count, width = config.num_moe_experts // self.num_parts, config.moe_ffn_hidden_size // groups.expt_tp.size()
         pieces = 2 if config.gated_linear_unit else 1
-        gathers, scatters = (LOCAL, LOCAL) if self.ranks is None else (SequenceColumn(ranks), SequenceRow(ranks))
-        self.linear_fc1 = ExpertLinear(config, (count, pieces * width, hidden), 1, pieces, recipe, fc1, gathers)
-        self.linear_fc2 = ExpertLinear(config, (count, hidden, width), 2, 1, recipe, fc2, scatters)
+        self.linear_fc1 = ExpertLinear(config, (count, pieces * width, hidden), 1, pieces, recipe, fc1)
+        self.linear_fc2 = ExpertLinear(config, (count, hidden, width), 2, 1, recipe, fc2)
         if recipe is not None and config.hidden_dropout == 0.0:
             fc2.early_cast.expect(self.linear_fc2.quantizers.grad_output, transposed=False)
         #: Modules whose parameters the forward reads without calling them.
@@ -272,26 +267,38 @@ class Experts(torch.nn.Module):
         self.is_fp8, modules = recipe is not None, _recomputed_modules(config)
         self.recomputes, self.recomputes_activation = "moe" in modules, "moe_act" in modules
 
-    def forward(self, x: Tensor, probs: Tensor, routing_map: Tensor, capacity: int) -> Tensor:
+    def exchange(self, routing_map: Tensor) -> TokenExchange | None:
+        """How ranks exchange the tokens of a call; what it needs to know of other ranks is on its way from here on.
+        None: they do not."""
+        if self.ranks is None:
+            return None
+        if self.gathers:
+            return AllGather(self.ranks, self.num_parts)
+        return AllToAll(routing_map, self.ranks, self.num_parts, self.top_k)
+
+    def forward(
+        self, x: Tensor, probs: Tensor, routing_map: Tensor, capacity: int, exchange: TokenExchange | None
+    ) -> Tensor:
         """[T, H] → [T, H]; probabilities FP32 [T, E], routing map bool [T, E] with at most `capacity` tokens of each
         expert."""
-        fc1, fc2, ranks = self.linear_fc1, self.linear_fc2, self.ranks
-        if ranks is not None:
-            probs, routing_map = exchange_choices(probs, routing_map, ranks, self.num_parts)
-            capacity *= ranks.size()
-        groups = grouped_by_expert(routing_map, self.top_k, capacity)
+        fc1, fc2, num_routed = self.linear_fc1, self.linear_fc2, None
+        if exchange is not None:
+            probs, routing_map = exchange_choices(probs, routing_map, exchange)
+            capacity, num_routed = capacity * exchange.group.size(), exchange.num_routed
+        groups = grouped_by_expert(routing_map, self.top_k, capacity, num_routed)
         if self.is_fp8:
-            params = (fc1.linear_params(), fc2.linear_params())
+            parallelism = LOCAL if exchange is None else Exchanged(exchange)
+            params = (fc1.linear_params(parallelism), fc2.linear_params(parallelism))
             return fp8_experts(x, probs, groups, *params, self.activation, recomputes=self.recomputes)
 
         def in_16_bits(x: Tensor, probs: Tensor) -> Tensor:
-            if ranks is not None:
-                x = gather_from_sequence_parallel_region(x, group=ranks)
+            if exchange is not None:
+                x = SendTokens.apply(x, exchange)
             weights, again = (fc1.weight, fc2.weight), self.recomputes_activation and not self.recomputes
             return experts(x, probs, groups, *weights, self.activation, recomputes_activation=again)
 
         output = recomputed(in_16_bits, x, probs) if self.recomputes else in_16_bits(x, probs)
-        return output if ranks is None else reduce_scatter_to_sequence_parallel_region(output, group=ranks)
+        return output if exchange is None else SumTokens.apply(output, exchange)
 
 
 class SharedExpert(MLP):
@@ -355,11 +362,12 @@ class MixtureOfExperts(MegatronModule):
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """hidden_states [s, b, H] (behind the norm) → output [s, b, H], and no bias."""
         probs, routing_map = self.router(hidden_states)
+        exchange = self.experts.exchange(routing_map)
+        # The device computes the shared expert while the host waits for what the exchange needs to know.
+        shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         tokens, capacity = hidden_states.view(-1, hidden_states.shape[-1]), self.router.capacity(len(probs))
-        output = self.experts(tokens, probs, routing_map, capacity).view_as(hidden_states)
-        if self.shared_experts is not None:
-            output = output + self.shared_experts(hidden_states)
-        return output, None
+        output = self.experts(tokens, probs, routing_map, capacity, exchange).view_as(hidden_states)
+        return output if shared is None else output + shared, None
 
 
 @torch.no_grad()

@@ -266,7 +266,7 @@ def expert_settings(config: Config) -> dict[str, Any]:
         **{name: getattr(model, name) for name in same},
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
-        "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
+        "moe_token_dispatcher_type": "allgather" if parallel.gathers_tokens else "alltoall",
         "moe_per_layer_logging": config.logging.moe_per_layer_logging,
     }
 

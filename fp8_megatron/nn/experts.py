@@ -9,9 +9,9 @@ tokens (`kernels.grouped`).
 Forward keeps the tokens in FP8, fc1's output z in 16 bits, and where rows lie. With `recomputes` it does not keep z,
 and backward begins with z's GEMM.
 
-Ranks that share the experts, each with other tokens, gather the tokens in FP8, as under sequence parallelism (fc1 is a
-`SequenceColumn`), and each adds what its experts give to the others' (fc2 is a `SequenceRow`). So all sizes are known
-to the host. Of the probabilities and the choice of experts each rank gets the columns of its experts.
+Ranks that share the experts, each with other tokens, send each other the tokens in FP8, and add up what their experts
+give (fc1 and fc2 are `Exchanged`). Of the probabilities and the choice of experts each rank gets the columns of its
+experts. Which tokens a rank gets is the exchange's affair (`collectives.token_exchange`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.functional import grouped_mm
 from torch.utils.checkpoint import checkpoint
 
 from ..activation_functions import Activation
-from ..device.group import Group
+from ..collectives.token_exchange import TokenExchange
 from ..dtypes import FP8_GEMM_MULTIPLE
 from ..formats.format import Format, Quantized
 from ..kernels import ops
@@ -38,54 +38,72 @@ from .first_order import once_differentiable
 from .gemms import Computed, LinearParams, delivered_wgrad, transposed_weight, weight_operand
 
 
-def exchange_choices(probs: Tensor, routing_map: Tensor, group: Group, num_parts: int) -> tuple[Tensor, Tensor]:
-    """For the experts of this rank what every rank's router says: from [T, E] to [ranks · T, E / parts].
+def exchange_choices(probs: Tensor, routing_map: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
+    """What routers say of this rank's experts, from [T, E] of its tokens to [R, E / parts] of those that it gets.
 
     Args:
         probs: FP32, not negative.
         routing_map: bool.
-        group: the ranks. Those of one part follow each other.
-        num_parts: parts of the experts. Ranks of one part share each of its experts, and their gradients are summed.
     """
-    chosen: Tensor = _ExchangeColumns.apply(torch.where(routing_map, probs, -1.0), group, num_parts)
+    chosen: Tensor = _ExchangeChoices.apply(torch.where(routing_map, probs, -1.0), exchange)
     is_chosen = chosen >= 0.0
     return torch.where(is_chosen, chosen, 0.0), is_chosen
 
 
-class _ExchangeColumns(torch.autograd.Function):
+class _ExchangeChoices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group, num_parts: int) -> Tensor:
-        ctx.group, ctx.num_parts, ctx.shape = group, num_parts, value.shape
-        parts = value.view(len(value), num_parts, -1).transpose(0, 1)
-        parts = parts.repeat_interleave(group.size() // num_parts, dim=0)
-        return _all_to_all(parts, group).flatten(0, 1)
+    def forward(ctx: Any, chosen: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.send_choices(chosen)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        parts = _all_to_all(grad.view(ctx.group.size(), ctx.shape[0], -1), ctx.group)
-        summed = parts.unflatten(0, (ctx.num_parts, -1)).sum(dim=1)
-        return summed.transpose(0, 1).reshape(ctx.shape), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.sum_choices(grad), None
 
 
-def _all_to_all(parts: Tensor, group: Group) -> Tensor:
-    """Part r of this rank goes to rank r."""
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    torch.distributed.all_to_all_single(received, parts, group=group)
-    return received
+class SendTokens(torch.autograd.Function):
+    """[T, H] → [R, H], as `TokenExchange.send`, in x's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.send(x).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.sum(grad).wait(), None
 
 
-def grouped_by_expert(routing_map: Tensor, top_k: int, capacity: int | None = None) -> Groups:
+class SumTokens(torch.autograd.Function):
+    """[R, H] → [T, H], as `TokenExchange.sum`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.sum(y).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.send(grad.contiguous()).wait(), None
+
+
+def grouped_by_expert(
+    routing_map: Tensor, top_k: int, capacity: int | None = None, num_routed: int | None = None
+) -> Groups:
     """Where the rows of experts lie.
 
     Args:
         routing_map: bool [T, E], which experts a token goes to; at most `top_k`.
         capacity: the most tokens of an expert; None: all.
+        num_routed: pairs of a token and an expert in the map; None: the host does not know.
     """
     num_tokens, num_experts = routing_map.shape
     top_k = min(top_k, num_experts)
-    num_rows = ops.most_rows(num_tokens, top_k, num_experts, capacity)
+    most = (num_tokens, top_k) if num_routed is None else (max(num_routed, 1), 1)
+    num_rows = ops.most_rows(*most, num_experts, capacity)
     return Groups(*ops.routed_rows(routing_map, num_rows, top_k))
 
 
@@ -104,8 +122,8 @@ def fp8_experts(
 
     Args:
         x: BF16 [T, H], this rank's tokens.
-        probs: FP32 [T, E], read where `groups` has a row; with `SequenceColumn` of all ranks' tokens, for this rank's
-            experts, as `groups` (`exchange_choices`).
+        probs: FP32 [T, E], read where `groups` has a row; with `Exchanged` [R, E], of the tokens that this rank gets
+            and its experts, as `groups` (`exchange_choices`).
         fc1, fc2: weights [E, Z, H] and [E, H, F]; biases [E, Z] and [E, H], or None. With biases no ranks share the
             experts, and `probs` is 0 where `groups` has no row.
         activation: between both GEMMs.
@@ -192,6 +210,7 @@ def experts_backward(
         z = _fc1_output(own_tokens, fc1, groups, recomputes=True)
     grad = fc2.cast_grad(grad_output.contiguous(), transposed=False)[0].whole()
     rows = grad.gather(groups, transposed=True)
+    del grad
     source = ExpertActivationGradSource(
         rows.multiply_groups(transposed_weight(fc2), offsets),
         ExpertActivationSource(z, kept.row_probs, offsets, activation),

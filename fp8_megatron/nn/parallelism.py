@@ -6,6 +6,7 @@
 | `Column` | whole on every rank | this rank's columns | summed over ranks | this rank's columns |
 | `SequenceColumn` | part of the sequence, gathered in FP8 | this rank's columns | summed and scattered | its columns |
 | `SequenceRow` | this rank's columns | summed and scattered along the sequence | its columns | gathered in FP8 |
+| `Exchanged` | tokens, sent to their experts in FP8 | summed over their ranks | summed over their ranks | sent in FP8 |
 
 Functions take any of these classes and treat them alike. Under tensor parallelism without sequence parallelism, a
 row-parallel layer is `Local` and its caller sums the outputs.
@@ -21,12 +22,13 @@ import torch
 from torch import Tensor
 
 from ..collectives.row_exchange import RowSum, sum_rows
+from ..collectives.token_exchange import TokenExchange
 from ..device.group import Group, max_over_group_
 from ..formats.format import Format, Quantized
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import AmaxSync, Quantizer
 from .operands import cast_grad
-from .rows import LocalRows, OperandRows, gather_operand
+from .rows import LocalRows, OperandRows, SharedScaleRows, gather_operand
 
 
 class Summand(Protocol):
@@ -191,6 +193,38 @@ class SequenceRow(Local):
 
     def casts_grad_columns(self, format: Format) -> bool:
         return not format.transpose_keeps_scale
+
+
+class Exchanged(Local):
+    """Both projections of experts that ranks share, each with other tokens, in one call. Operands have one scale."""
+
+    group: Group
+
+    def __init__(self, exchange: TokenExchange) -> None:
+        self._exchange, self.group = exchange, exchange.group
+        self.sync = partial(max_over_group_, group=exchange.group)
+
+    def gather(self, part: Quantized) -> OperandRows:
+        return SharedScaleRows(self._exchange.send(part.payload), part)
+
+    def sum(self, output: Summand, addend: Tensor | None = None) -> Tensor:
+        return self._exchange.sum(output.compute()).wait(addend)
+
+    def start_grad_sum(self, grad_input: Summand) -> RowSum:
+        return self._exchange.sum(grad_input.compute())
+
+    def cast_grad(
+        self,
+        grad_output: Tensor,
+        quantizer: Quantizer,
+        early_cast: EarlyCast | None,
+        *,
+        has_bias: bool,
+        transposed: bool = True,
+    ) -> tuple[OperandRows, Tensor | None]:
+        assert not transposed, "experts take columns of their rows"
+        cast = cast_grad(grad_output, quantizer, early_cast, has_bias=has_bias, transposed=transposed, sync=self.sync)
+        return self.gather(cast.operand), cast.column_sums
 
 
 #: For layers that ranks do not share; stateless.

@@ -61,11 +61,11 @@ def gather_operand(part: Quantized, group: Group) -> OperandRows:
         ValueError: columns in blocks are requested, and n is not a multiple of the format's `size_multiple`.
     """
     if part.format.shares_amax:
-        return _SharedScaleRows(gather_rows(part.payload, group), part)
+        return SharedScaleRows(gather_rows(part.payload, group), part)
     return _PartsWithScales(part, group)
 
 
-class _SharedScaleRows:
+class SharedScaleRows:
     """Rows with one scale; the transpose is made once all rows have arrived."""
 
     __slots__ = ("_part", "_rows", "num_rows")

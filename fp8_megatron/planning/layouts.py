@@ -143,6 +143,13 @@ def largest_peak(config: Config, world_size: int, *, records: bool = False) -> t
     return stage, peaks[stage]
 
 
+def assumed_balance(config: Config) -> list[str]:
+    """What a predicted peak takes for granted of how tokens choose their experts: a line, or none."""
+    if config.model.num_experts is None or config.parallel.gathers_tokens:
+        return []
+    return ["experts: as if every rank got equally many tokens; one that gets more needs more memory"]
+
+
 def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
     """Other layouts, of which some do not work. None if there is no batch to share: `check_config` says why."""
     try:

@@ -54,6 +54,13 @@ def test_ranks_that_share_sequences_are_shown(capsys: pytest.CaptureFixture[str]
     assert "step: 64 sequences, 524,288 tokens, 32 micro-batches of 1 per rank" in out
 
 
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_a_peak_says_which_balance_of_experts_it_assumes(dispatcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"--expert-model-parallel-size 8 --moe-token-dispatcher-type {dispatcher} --dry-run --world-size 8"
+    assert pretrain_gpt.main(f"--config {CONFIGS}/mixtral_8x7b.yaml --mock-data {flags}".split()) == 0
+    assert ("as if every rank got equally many tokens" in capsys.readouterr().out) == (dispatcher == "alltoall")
+
+
 def test_a_stage_each_and_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
     """175 billion parameters over 128 ranks of 16 stages; the first and the last also hold an embedding."""
     words = ["--config", str(CONFIGS / "gpt_175b.yaml"), "--mock-data", "--dry-run", "--world-size", "128"]

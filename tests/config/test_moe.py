@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.config.checks import ConfigError, check_config
+from fp8_megatron.config.checks import ConfigError, check_config, cuda_graph_problems
 from fp8_megatron.config.io import parse_command_line, parse_config
 from fp8_megatron.config.schema import Config
 from fp8_megatron.mcore.transformer_config import transformer_config
@@ -143,6 +143,18 @@ def test_ranks_that_hold_no_whole_copy_of_the_experts() -> None:
     assert "expert_model_parallel_size(4) × pipeline_model_parallel_size(1) = 4 does not divide WORLD_SIZE(2)" in str(
         error.value
     )
+
+
+@pytest.mark.parametrize("kind", ["allgather", "alltoall", "flex"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_tokens_sent_to_their_experts_alone_are_not_recorded(kind: str, size: int) -> None:
+    """With one part of experts every rank needs all tokens."""
+    config = config_of(f"--expert-model-parallel-size {size} --moe-token-dispatcher-type {kind}")
+    gathers = kind == "allgather" or size == 1
+    dispatcher = transformer_config(config, torch.device("cpu")).moe_token_dispatcher_type
+    assert dispatcher == ("allgather" if gathers else "alltoall")
+    said = f"cuda_graph_impl(auto) cannot record moe_token_dispatcher_type({kind}), where the host waits for the"
+    assert [problem.startswith(said) for problem in cuda_graph_problems(config)] == [True] * (not gathers)
 
 
 @pytest.mark.parametrize(

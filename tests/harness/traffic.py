@@ -47,7 +47,13 @@ def counted_traffic() -> Iterator[Counter[str]]:
                 **settings: Any,
             ) -> Any:
                 tensors = [value for value in (*args, *settings.values()) if isinstance(value, Tensor)]
-                sent[kind] += leaving(tensors[place], torch.distributed.get_world_size(settings.get("group")))
+                group, rows_by_rank = settings.get("group"), args[3:4]
+                if rows_by_rank:  # of an all-to-all whose parts have several sizes
+                    (rows,) = rows_by_rank
+                    own = rows[torch.distributed.get_rank(group)]
+                    sent["all_to_all"] += tensors[place][: sum(rows) - own].nbytes
+                else:
+                    sent[kind] += leaving(tensors[place], torch.distributed.get_world_size(group))
                 return function(*args, **settings)
 
             stack.enter_context(mock.patch.object(torch.distributed, name, counted))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
 from fp8_megatron.checkpoint.placement import placement_of
-from fp8_megatron.config.schema import Config, ModelConfig, TrainingConfig
+from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
 from fp8_megatron.models.registry import architecture_of, is_linear_weight, layers_of_key, weight_shapes
 from fp8_megatron.planning.memory import ModelPart, parameters_by_class
 from fp8_megatron.reporting.flops import linear_params_per_layer
@@ -90,6 +91,22 @@ def test_layers_without_experts_cost_what_a_decoder_s_do() -> None:
     for cost in ("kept_bytes", "forward_bytes", "backward_bytes", "recomputed_bytes"):
         assert getattr(own, cost)(mixed, 0) == getattr(decoder, cost)(dense, 0)
         assert getattr(own, cost)(mixed, 1) != getattr(decoder, cost)(dense, 1)
+
+
+@pytest.mark.parametrize("cost", ["kept_bytes", "forward_bytes", "backward_bytes"])
+def test_with_tokens_sent_to_their_experts_alone_memory_does_not_grow_with_ranks(cost: str) -> None:
+    """Rows that fill up a rank's experts go down, and the transposes of its weights."""
+    model = replace(MODEL, num_experts=64, moe_router_topk=2)
+
+    def bytes_of(ranks: int, dispatcher: Literal["allgather", "alltoall"]) -> float:
+        parallel = ParallelConfig(expert_model_parallel_size=ranks, moe_token_dispatcher_type=dispatcher)
+        config = Config(model=model, parallel=parallel, training=TrainingConfig(micro_batch_size=512))
+        return float(getattr(architecture_of(model), cost)(config, 0))
+
+    sent = [bytes_of(ranks, "alltoall") for ranks in (2, 4, 8)]
+    gathered = [bytes_of(ranks, "allgather") for ranks in (2, 4, 8)]
+    assert sent == sorted(sent, reverse=True) and gathered == sorted(gathered)
+    assert sent[2] < 0.6 * gathered[2] and bytes_of(1, "alltoall") == bytes_of(1, "allgather")
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,23 @@ E5M2 and an E4M3 one (24.5 dB).
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from fp8_megatron.activation_functions import Activation
+from fp8_megatron.collectives.token_exchange import AllGather, AllToAll, TokenExchange
 from fp8_megatron.dtypes import E4M3
-from fp8_megatron.nn.experts import experts, fp8_experts, grouped_by_expert
+from fp8_megatron.nn.experts import SendTokens, SumTokens, exchange_choices, experts, fp8_experts, grouped_by_expert
 from fp8_megatron.nn.gemms import LinearParams
+from fp8_megatron.nn.parallelism import Exchanged
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.main_grad import KeptGrads
+from tests.harness.ranks import RankPool, on_default_group
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 96, 128, 64, 6, 2
@@ -134,6 +139,71 @@ def test_experts_in_16_bits(device: str, activation: str) -> None:
         assert found.grad is not None and reference.grad is not None
         kept = chosen if found is own_probs else slice(None)
         assert snr_db(found.grad.cpu()[kept], reference.grad[kept]) > 43.0
+
+
+def _of_rank(value: Tensor, rank: int) -> Tensor:
+    return value.chunk(2)[rank].contiguous()
+
+
+def _on_two_ranks(
+    group: torch.distributed.ProcessGroup, *, crowded: bool, is_fp8: bool, gathers: bool, recomputes: bool
+) -> list[Tensor]:
+    """Of this rank's half of the tokens the output and gradients, and the gradients of its half of the weights."""
+    rank, activation = group.rank(), Activation("swiglu")
+    all_probs, all_chosen = routing(crowded=crowded)
+    chosen = _of_rank(all_chosen, rank)
+    torch.manual_seed(3)
+    tensors = (torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16(), all_probs)
+    x, grad, probs = (_of_rank(value, rank) for value in tensors)
+    x.requires_grad_()
+    probs.requires_grad_()
+    exchange: TokenExchange = AllGather(group, 2) if gathers else AllToAll(chosen, group, 2, TOP_K)
+    received_probs, received = exchange_choices(probs, chosen, exchange)
+    groups = grouped_by_expert(received, TOP_K, None, exchange.num_routed)
+    own = [_of_rank(value, rank) for value in weights("swiglu")]
+    if is_fp8:
+        fc1, fc2 = (fp8_layer(value, "cpu")[0]._replace(parallelism=Exchanged(exchange)) for value in own)
+        output = fp8_experts(x, received_probs, groups, fc1, fc2, activation, recomputes=recomputes)
+        output.backward(grad)
+        of_weights = [layer.weight.main_grad.grads[0] for layer in (fc1, fc2)]  # type: ignore[attr-defined]
+    else:
+        own = [value.bfloat16().requires_grad_() for value in own]
+        y = experts(
+            SendTokens.apply(x, exchange), received_probs, groups, *own, activation, recomputes_activation=recomputes
+        )
+        output = SumTokens.apply(y, exchange)
+        output.backward(grad)
+        of_weights = [value.grad for value in own]  # type: ignore[misc]
+    return [output.detach(), x.grad, probs.grad, *of_weights]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_two_ranks_with_half_of_the_experts_each(ranks: RankPool, crowded: bool, is_fp8: bool) -> None:
+    """`crowded`: all tokens go to the first rank. A sum has two terms, so both exchanges have the same bits."""
+    probs, chosen = routing(crowded=crowded)
+    torch.manual_seed(3)
+    x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
+    values = [fp8_layer(value, "cpu")[1] if is_fp8 else value.bfloat16() for value in weights("swiglu")]
+    wanted = [each.double().requires_grad_() for each in (x, probs, *values)]
+    expected = exact(*wanted, "swiglu")
+    expected.backward(grad.double())
+
+    call = partial(_on_two_ranks, crowded=crowded, is_fp8=is_fp8)
+    found, gathered, recomputed = (
+        ranks.run(on_default_group, partial(call, gathers=gathers, recomputes=recomputes), num_ranks=2)
+        for gathers, recomputes in ((False, False), (True, False), (False, True))
+    )
+    for own, *others in zip(found, gathered, recomputed, strict=True):
+        assert all(torch.equal(*pair) for other in others for pair in zip(own, other, strict=True))
+    output, *grads = (torch.cat(parts) for parts in zip(*found, strict=True))
+    bounds = (19.0, 19.0, 18.0, 20.0) if is_fp8 else (43.0,) * 4
+    assert snr_db(output, expected) > (23.5 if is_fp8 else 45.0)
+    for found_grad, reference, bound in zip(grads, wanted, bounds, strict=True):
+        assert reference.grad is not None
+        kept = chosen if reference is wanted[1] else slice(None)
+        assert snr_db(found_grad[kept], reference.grad[kept]) > bound
+        assert found_grad.isfinite().all()
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

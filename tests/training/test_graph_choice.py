@@ -63,6 +63,11 @@ def test_a_layers_work_is_its_gemms() -> None:
         ("--precision te", {}, "Transformer Engine's layers"),
         ("--cuda-graph-warmup-steps 1", {}, "cuda_graph_warmup_steps(1)"),
         ("--global-batch-size 172", {}, "a step has 1032 layers × micro-batches, more than 1024"),
+        (
+            "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex",
+            {"world_size": 2, "node_size": 2},
+            "cannot record moe_token_dispatcher_type(flex), where the host waits for the numbers of tokens",
+        ),
         ("--profile --profile-trace", {}, "profile_trace shows how Python launches a step"),
     ],
 )

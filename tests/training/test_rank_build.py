@@ -228,6 +228,7 @@ def test_long_sequences(flags: str) -> None:
     [
         "",
         "--expert-model-parallel-size 2",
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
         "--precision bf16",
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "

@@ -20,16 +20,18 @@ class _Rank(NamedTuple):
     Attributes:
         experts: that it holds, or has parts of.
         own: its tokens over those of a micro-batch, which tensor-parallel ranks may share.
-        gathered: the tokens of all ranks that share its experts, over the same; 0 if no others do.
-        rows: of its experts, with those that fill up each expert, over the same. They are the most that there can be:
-            memory is taken before counts are known.
+        received: the tokens that it gets from the ranks that share its experts and itself, over the same; 0 if no
+            others do.
+        rows: of its experts, with those that fill up each expert, over the same. Where it gets all tokens, they are the
+            most that there can be: memory is taken before counts are known. Where it gets those of its experts, all
+            ranks are taken to get equally many, and a token's experts to be on as many ranks as they can.
         columns, width: of an expert's input to the activation, and of its output.
         shared: columns of the shared expert's input to its activation and, in 16 bits, of its output.
     """
 
     experts: int
     own: float
-    gathered: float
+    received: float
     rows: float
     columns: int
     width: int
@@ -41,23 +43,29 @@ def _rank(config: Config, *, is_fp8: bool) -> _Rank:
     assert model.num_experts is not None
     experts, cuts = model.num_experts // parallel.expert_model_parallel_size, parallel.expert_tensor_size
     ranks, own = parallel.expert_ranks, 1 / parallel.sequence_shares
+    if not parallel.gathers_tokens:
+        ranks = cuts * min(model.moe_router_topk, parallel.expert_model_parallel_size)
     shared = (model.moe_shared_expert_intermediate_size or 0) // parallel.tensor_model_parallel_size
     return _Rank(
         experts=experts,
         own=own,
-        gathered=ranks * own if ranks > 1 else 0.0,
-        rows=_rows(config, experts, ranks) / config.tokens_per_micro_batch,
+        received=ranks * own if parallel.expert_ranks > 1 else 0.0,
+        rows=_rows(config, experts) / config.tokens_per_micro_batch,
         columns=model.expert_columns // cuts,
         width=model.expert_ffn_hidden_size // cuts,
         shared=((2 if model.is_gated else 1) + (0 if is_fp8 else 1)) * shared,
     )
 
 
-def _rows(config: Config, experts: int, ranks: int) -> float:
-    """Rows of `experts` that `ranks` share, each with its own tokens."""
-    model, tokens = config.model, config.tokens_per_micro_batch / config.parallel.sequence_shares
+def _rows(config: Config, experts: int) -> float:
+    """Rows of `experts`, which ranks share, each with its own tokens."""
+    model, parallel = config.model, config.parallel
+    tokens, ranks = config.tokens_per_micro_batch / parallel.sequence_shares, parallel.expert_ranks
     assert model.num_experts is not None
-    routed = ranks * tokens * min(model.moe_router_topk, experts) + GROUP_ROWS * experts
+    of_token = parallel.expert_tensor_size * model.moe_router_topk
+    if parallel.gathers_tokens:
+        of_token = ranks * min(model.moe_router_topk, experts)
+    routed = tokens * of_token + GROUP_ROWS * experts
     factor = model.moe_expert_capacity_factor
     capacity = ranks * expert_capacity(round(tokens), model.moe_router_topk, model.num_experts, factor)
     return min(routed, experts * -(-capacity // GROUP_ROWS) * GROUP_ROWS)
@@ -142,4 +150,4 @@ def _half_activation(config: Config, rank: _Rank) -> int:
 def _exchanged(config: Config, rank: _Rank) -> float:
     """Bytes that ranks which share experts hold of each other's tokens: the tokens in a byte, and in 16 bits what the
     experts of a rank give to them, and what is sent of that."""
-    return rank.gathered * (1 + 2 * _HALF) * config.model.hidden_size
+    return rank.received * (1 + 2 * _HALF) * config.model.hidden_size
