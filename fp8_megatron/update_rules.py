@@ -75,7 +75,7 @@ _MUON = RuleEntry(
             "tp_mode": "duplicated",
         }
     ),
-    stands_for=("torch.optim._muon.Muon",),
+    stands_for=("torch.optim.Muon",),
     holds_squares=True,
     settings=MappingProxyType(
         {

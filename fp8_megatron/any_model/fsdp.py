@@ -35,6 +35,7 @@ from ..sharding.gradient import Gradient
 from ..sharding.partition import ParamSpace, Slot, storage_class
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
+from ..update_rules import RULES
 from .build import delayed_scales, layouts
 from .fsdp_reduce import check_reshard, reduce_in_fp8
 from .gradients import ParamGrad, ReadableGradBuffer
@@ -263,6 +264,8 @@ def build_sharded_optimizer(
         OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
     """
     rule = check_optimizer(optimizer)
+    if RULES[rule].rest is not None:
+        raise OptimizerError(f"{rule} needs whole matrices, and fully_shard cuts them: use AdamW, or replicas (DDP)")
     if not any(isinstance(module, ScaledModule) for module in model.modules()):
         raise OptimizerError(
             "fully_shard has sharded the model, and no layer is in FP8: call fp8_megatron.replace_linears(model) "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device.group import Group
-from ..optimizer.rules.rule import UpdateRule
+from ..optimizer.rules.rule import MatrixRule, UpdateRule
 from ..optimizer.space_optimizer import OptimizedSpace
 from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..sharding.data_parallel import Exchange
@@ -72,6 +72,7 @@ class ModelRanks:
             [(one.name, one.rows) for one in params],  # type: ignore[misc]
             lambda rows: self.sharing_of(of_rows[rows]),
             region_of=lambda rows: of_rows[rows].region,
+            is_matrix=lambda _, rows: isinstance(of_rows[rows].rule, MatrixRule),
             bucket_numel=self.exchange.bucket_numel,
             keeps_dtype=True,
         )

@@ -41,7 +41,7 @@ from .model_ranks import ModelRanks, ModelSpace
 from .param_state import LocalParam
 from .skipped_steps import SkippedSteps
 from .state_dict import OptimizerStateDict
-from .torch_optimizers import OptimizerError, check_options, check_params
+from .torch_optimizers import OptimizerError, check_matrices, check_options, check_params
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,7 @@ class FP8Optimizer(SpaceOptimizer):
         """
         self._join(param_group)
         rule = build_rule(self._rule, param_group)
+        check_matrices(rule, param_group, self._names)
         params = [
             self._ranks.local_param(self._names[param], param, rule) for param in param_group["params"] if param.numel()
         ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..optimizer.rules.rule import recognised
+from ..optimizer.rules.rule import MatrixRule, UpdateRule, recognised
 from ..update_rules import RULES
 
 #: Options of torch's optimizers that change the update and that the FP8 optimizer does not have.
@@ -111,6 +111,21 @@ def look_before_steps(optimizer: torch.optim.Optimizer, look: Callable[[torch.op
             looks.clear()
 
     optimizer.register_step_pre_hook(hook)
+
+
+def check_matrices(rule: UpdateRule, group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Check that a rule of matrices has nothing else.
+
+    Raises:
+        OptimizerError: it has.
+    """
+    if not isinstance(rule, MatrixRule):
+        return
+    for param in group["params"]:
+        if param.ndim != 2 or param.is_complex():
+            raise OptimizerError(
+                f"{names[param]} has shape {tuple(param.shape)}, and Muon takes matrices: give it to an AdamW"
+            )
 
 
 def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...device.group import Group
 from ...errors import UserError
 from ...storage import StateSpec
-from ..newton_schulz import COEFFICIENTS, polar_factor, steps_of
+from ..newton_schulz import COEFFICIENTS, Coefficients, polar_factor, steps_of
 from .rule import MatrixRule
 
 #: (rows, columns) → what the orthogonal matrix is multiplied by; by Megatron's names.
@@ -26,7 +26,8 @@ TP_MODES = ("duplicated", "distributed", "blockwise")
 
 class Muon(MatrixRule):
     """Options: ``momentum``, ``nesterov``; ``num_ns_steps``, ``coefficient_type`` (`newton_schulz.COEFFICIENTS`),
-    ``eps``; ``scale_mode`` (`SCALES`), ``extra_scale_factor``; ``tp_mode``.
+    ``eps``; ``scale_mode`` (`SCALES`), ``extra_scale_factor``; ``tp_mode``. Or torch's: ``ns_coefficients``,
+    ``ns_steps``, ``adjust_lr_fn``.
 
     The momentum is an average: m ← μ·m + (1 − μ)·g. Weight decay is decoupled, by lr alone.
     """
@@ -50,7 +51,7 @@ class Muon(MatrixRule):
     def orthogonal(
         self, matrices: Tensor, group: Mapping[str, Any], ranks: Group | None = None, axis: int | None = None
     ) -> Tensor:
-        steps, eps = steps_of(group["coefficient_type"], int(group["num_ns_steps"])), float(group["eps"])
+        steps, eps = _steps(group), float(group["eps"])
         mode = "blockwise" if ranks is None else group["tp_mode"]
         rows, columns = matrices.shape[1:]
         if mode == "blockwise":
@@ -66,4 +67,18 @@ class Muon(MatrixRule):
                 result = polar_factor(torch.cat(parts, dim=axis), steps, eps=eps).chunk(ranks.size(), axis)[
                     ranks.rank()
                 ]
-        return result * (SCALES[group["scale_mode"]](rows, columns) * float(group["extra_scale_factor"]))
+        return result * _scale(group, rows, columns)
+
+
+def _steps(group: Mapping[str, Any]) -> list[Coefficients]:
+    if "ns_coefficients" in group:  # torch's
+        a, b, c = map(float, group["ns_coefficients"])
+        return [(a, b, c)] * int(group["ns_steps"])
+    return steps_of(group["coefficient_type"], int(group["num_ns_steps"]))
+
+
+def _scale(group: Mapping[str, Any], rows: int, columns: int) -> float:
+    if "adjust_lr_fn" in group:  # torch's
+        matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        return 0.2 * SCALES["spectral"](rows, columns) if matches_adamw else SCALES["shape_scaling"](rows, columns)
+    return SCALES[group["scale_mode"]](rows, columns) * float(group["extra_scale_factor"])
