@@ -45,3 +45,13 @@ def test_links_lead_to_the_repository(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tag", "status"), [(f"v{fp8_megatron.__version__}", 0), ("v0.0.0", 1)])
 def test_a_tag_names_the_version(tag: str, status: int, tmp_path: Path) -> None:
     assert run_step("The tag", tmp_path, tag) == status
+
+
+def test_the_wheel_has_every_file_of_the_package() -> None:
+    """Also those behind links, which setuptools takes by name."""
+    package = ROOT / "fp8_megatron"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["fp8_megatron"]
+    named = {path for pattern in patterns for path in package.glob(pattern)}
+    files = {Path(folder, name) for folder, _, names in os.walk(package, followlinks=True) for name in names}
+    assert {path for path in files if path.suffix not in (".py", ".pyc")} == named
