@@ -30,8 +30,8 @@ class TokenExchange(Protocol):
         """Pairs of a token and an expert that this rank computes; None: the host does not know them."""
 
     def send(self, x: Tensor) -> Rows:
-        """Start to send [T, K] of any dtype. The rows [R, K] may lie in reused memory: read all of them before the next
-        `send`."""
+        """Start to send [T, K], contiguous, of any dtype; a row has a multiple of 8 bytes. The rows [R, K] may lie in
+        reused memory: read all of them before the next `send`."""
 
     def sum(self, y: Tensor) -> RowSum:
         """Start to return [R, K]; the result is each token's sum [T, K] over ranks, contiguous."""
@@ -58,7 +58,7 @@ class AllGather:
 
     def send(self, x: Tensor) -> Rows:
         """See `TokenExchange.send`."""
-        return gather_rows(x.contiguous(), self.group)
+        return gather_rows(x, self.group)
 
     def sum(self, y: Tensor) -> RowSum:
         """See `TokenExchange.sum`; a sum is rounded as `row_exchange.sum_rows` says."""
@@ -137,7 +137,7 @@ class AllToAll:
     def send(self, x: Tensor) -> Rows:
         """See `TokenExchange.send`."""
         sent, received, _ = self._sizes
-        rows = x.view(torch.uint8)[self._places[0] % self._num_tokens]
+        rows = x.view(torch.int64)[self._places[0] % self._num_tokens]  # eight bytes at once
         whole = x.new_empty((_padded(sum(received)), x.shape[1]))
         work = self._start(whole, received, rows, sent)
         return Rows(whole, [(slice(0, len(whole)), whole, work)], [work])

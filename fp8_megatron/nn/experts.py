@@ -68,7 +68,7 @@ class SendTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.send(x).wait()
+        return exchange.send(x.contiguous()).wait()
 
     @staticmethod
     @once_differentiable
