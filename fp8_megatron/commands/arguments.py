@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config.command_line import flags_of, is_flag, repeated_flags, setting_name
-from ..config.words import number, shortened, whole_number
+from ..config.words import near_name, number, shortened, whole_number
 from ..errors import USER_ERROR_STATUS, UserError
 from ..outputs import check_output_file, check_output_folder
 from .program import tell
@@ -54,10 +53,9 @@ class Parser(argparse.ArgumentParser):
         if not is_flag(unknown):
             return f"{shortened(unknown)!r} belongs to no flag; put one before it, or drop it"
         flags = {setting_name(flag): flag for flag in self._option_string_actions if is_flag(flag)}
-        least_likeness = 0.8 if self._passes_flags else 0.6
-        nearest = difflib.get_close_matches(setting_name(unknown), flags, n=1, cutoff=least_likeness)
-        if nearest:
-            return f"unknown flag {unknown}; did you mean {flags[nearest[0]]}?"
+        nearest = near_name(setting_name(unknown), flags)
+        if nearest is not None:
+            return f"unknown flag {unknown}; did you mean {flags[nearest]}?"
         fix = "put flags of the run behind --" if self._passes_flags else "drop it"
         return f"unknown flag {unknown}; {fix}"
 

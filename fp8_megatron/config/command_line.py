@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .fields import FieldType
-from .words import flag_name, shortened
+from .words import flag_name, near_name, shortened
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _stray(word: str) -> str:
 def _suggestion(name: str, types: Mapping[str, FieldType], others: Sequence[str], refused: Sequence[str]) -> str:
     flags = {setting_name(flag): flag for flag in others} | {name: flag_name(name) for name in types}
     errors = {setting_name(flag): flag for flag in refused}
-    near = difflib.get_close_matches(name, flags, n=1) + difflib.get_close_matches(name, errors, n=1, cutoff=0.9)
+    near = filter(None, (near_name(name, flags), near_name(name, errors, cutoff=0.9)))
     nearest = max(near, key=lambda other: difflib.SequenceMatcher(None, other, name).ratio(), default=None)
     return "; --help lists the flags" if nearest is None else f"; did you mean {(errors | flags)[nearest]}?"
 

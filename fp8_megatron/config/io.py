@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import reprlib
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,13 +14,14 @@ import yaml
 
 from .checks import ConfigError
 from .command_line import Given, read_words, repeated_flags
+from .deepspeed import words_of_deepspeed
 from .fields import MAX_RANKS, FieldType, field_types
 from .ignored import ignored_notes
 from .megatron_flags import SWITCHES, Chosen, Kind, chosen_precision, idle_note, megatron_options, translate
 from .megatron_settings import as_megatron_settles, evaluation_note, precision_note, unread_settings
 from .schema import Config
 from .setting_files import Dumper, read_mapping, words_of_files
-from .words import decimal, flag_name, number, shortened, whole_number
+from .words import decimal, flag_name, near_name, number, shortened, whole_number
 
 #: Settings of which each sets what the first one sets. One that is given later replaces the others.
 _ALTERNATIVES = (
@@ -164,12 +164,14 @@ def parse_command_line(
     words = list(sys.argv[1:] if argv is None else argv)
     sections = _field_types()
     types = {name: kind for fields in sections.values() for name, kind in fields.items()}
-    translation = translate(words)
+    known = {**types, **SWITCHES, **_BESIDE}
+    of_deepspeed, problems = words_of_deepspeed(words)
+    translation = translate([*of_deepspeed, *words], known)
     options = megatron_options().values()
     others = [name for option in options if option.kind is not Kind.CANNOT for name in option.names]
     refused = [name for option in options if option.kind is Kind.CANNOT for name in option.names]
-    given, problems = read_words(translation.words, {**types, **SWITCHES, **_BESIDE}, others, refused)
-    problems = [*translation.problems, *problems]
+    given, bad_words = read_words(translation.words, known, others, refused)
+    problems = [*problems, *translation.problems, *bad_words]
     paths = [path for one in given if one.name == "config" for path in one.words]
     base, stated = _with_files(paths, base)
     if "-h" in words or "--help" in words:
@@ -191,7 +193,8 @@ def parse_command_line(
     config, changes = as_megatron_settles(config)
     unread = unread_settings(config)
     idle = [*translation.idle, *dict.fromkeys(one.flag for one in given if one.name in unread)]
-    notes = [*repeated_flags(given), *translation.renamed, *chosen.notes, *changes]
+    notes = [f"deepspeed_config means {' '.join(of_deepspeed)} here"] if of_deepspeed else []
+    notes += [*repeated_flags(given), *translation.renamed, *chosen.notes, *changes]
     notes += [*filter(None, [evaluation_note(config)]), *ignored_notes(config)]
     if idle:
         notes.append(idle_note(idle))
@@ -382,8 +385,8 @@ def _suggestion(key: str, owner: str | None, types: Mapping[str, Mapping[str, Fi
     if owner is not None:
         return f"; '{key}' belongs under '{owner}'"
     known = [name for section, fields in types.items() for name in (section, *fields)]
-    nearest = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
-    return f"; did you mean '{nearest[0]}'?" if nearest else "; --help lists the names"
+    nearest = near_name(key.replace("-", "_"), known)
+    return "; --help lists the names" if nearest is None else f"; did you mean '{nearest}'?"
 
 
 def _plain_values(section: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 The kind of a row says what happens to its option. `does`: it is a flag of ours, or the column `ours` names one.
 `nothing`: it is accepted and has no effect. `cannot`: it is refused by name, unless its value is Megatron's default.
+A flag that is in no row and is the beginning of one alone is that one, as argparse reads it.
 
 Switches of Megatron and MS-AMP choose the precision (`chosen_precision`). --bf16 and --fp16 name the 16-bit type. A
 switch of FP8 beside them leaves FP8 on. --accumulate-allreduce-grads-in-fp32 is --grad-accumulation-dtype fp32 of FP8.
@@ -10,7 +11,7 @@ switch of FP8 beside them leaves FP8 on. --accumulate-allreduce-grads-in-fp32 is
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -36,6 +37,7 @@ SWITCHES: Mapping[str, FieldType] = MappingProxyType(
         "msamp_opt_level": FieldType(str, ("O1", "O2", "O3")),
         "transformer_impl": FieldType(str, ("transformer_engine", "local")),
         "accumulate_allreduce_grads_in_fp32": FieldType(bool),
+        "deepspeed_config": FieldType(str),
     }
 )
 #: Flags that turn FP8 on, in the order in which one is named.
@@ -65,7 +67,9 @@ class Option:
             ``MS-AMP`` for its GPT scripts.
         kind: what happens to it.
         ours: with `Kind.DOES`, our flag, then either the word to give it (after an option without one) or pairs
-            ``theirs=ours`` of values that differ. Empty: the option is a flag of ours by its own name.
+            ``theirs=ours`` of values that differ; behind a ``+`` flags that it brings, unless the command line has
+            them. Empty: the option is a flag of ours by its own name. Pairs ``theirs=`` are values that ask for
+            nothing, also with `Kind.CANNOT`.
         note: with `Kind.NOTHING`, why nothing is to be done; with `Kind.CANNOT`, the reason and what to use instead.
     """
 
@@ -109,17 +113,27 @@ def megatron_options() -> Mapping[str, Option]:
     return MappingProxyType(found)
 
 
-def translate(words: Sequence[str]) -> Translation:
-    """A command line with every option of Megatron's as a flag of ours."""
+def translate(words: Sequence[str], own: Collection[str] = ()) -> Translation:
+    """A command line with every option of Megatron's as a flag of ours.
+
+    Args:
+        words: the command line.
+        own: names of our flags, which may be abbreviated too.
+    """
     out: list[str] = []
     idle: list[str] = []
     renamed: list[str] = []
     problems: list[str] = []
+    brought: list[list[str]] = []
     for flag, value, values in split_flags(words):
         if flag is None:
             out += values
             continue
         option = megatron_options().get(setting_name(flag))
+        whole = None if option else _whole_name(setting_name(flag), own)
+        if whole is not None:
+            renamed.append(f"{flag} is {flag_name(whole)} here")
+            flag, option = flag_name(whole), megatron_options().get(whole)
         if option is None or (option.kind is Kind.DOES and not option.ours):
             out += [flag if value is None else f"{flag}={value}", *values]
             continue
@@ -127,16 +141,20 @@ def translate(words: Sequence[str]) -> Translation:
         problem = _form_problem(option, flag, given, value)
         if problem is not None:
             problems.append(problem)
-        elif option.kind is Kind.DOES:
-            ours = _ours(option, given)
-            out += ours
-            if given and ours[1:] != given:
-                renamed.append(f"{flag} {shortened(' '.join(given))} is {' '.join(ours)} here")
-        elif option.kind is Kind.NOTHING or _is_default(option, given) or _is_said_by_rope(flag, words):
+        elif option.kind is Kind.NOTHING or _asks_for_nothing(option, given) or _is_said_by_rope(flag, words):
             idle.append(" ".join((flag, *given)))
+        elif option.kind is Kind.DOES:
+            ours, more = _ours(option, given)
+            out += ours
+            brought += more
+            if (given and ours[1:] != given) or option.source != "0.20":
+                renamed.append(f"{shortened(' '.join((flag, *given)))} is {' '.join(sum(more, ours))} here")
         else:
             problems.append(f"{shortened(' '.join((flag, *given)))} is not supported: {option.note}")
         out += rest
+    has = {setting_name(flag) for flag, _, _ in split_flags(out) if flag is not None}
+    for name, *values in brought:
+        out += [] if setting_name(name) in has else [name, *values]
     return Translation(tuple(out), tuple(idle), tuple(renamed), tuple(problems))
 
 
@@ -163,12 +181,28 @@ def _form_problem(option: Option, flag: str, given: Sequence[str], value: str | 
     )
 
 
-def _ours(option: Option, given: Sequence[str]) -> list[str]:
-    """The words of ours for `option` with the words `given`."""
-    target, *rest = option.ours.split()
-    values = dict(pair.split("=") for pair in rest if "=" in pair)
+def _whole_name(start: str, own: Collection[str]) -> str | None:
+    """The setting of the one option, or flag of ours, whose name begins with `start`; None if there is not one."""
+    if start in own or (start.startswith("no_") and start[3:] in own):
+        return None
+    options = {id(option): name for name, option in megatron_options().items() if name.startswith(start)}
+    names = {*options.values(), *(name for name in own if name.startswith(start) and name not in megatron_options())}
+    return names.pop() if len(names) == 1 else None
+
+
+def _ours(option: Option, given: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The words of ours for `option` with the words `given`, and the flags that it brings, each with its values."""
+    own, _, brought = option.ours.partition(" + ")
+    target, *rest = own.split()
+    values = _pairs(option)
     fixed = [word for word in rest if "=" not in word]
-    return [target, *(values.get(word, word) for word in given or fixed)]
+    more = [[flag, *after] for flag, _, after in split_flags(brought.split()) if flag is not None]
+    return [target, *(values.get(word, word) for word in given or fixed)], more
+
+
+def _pairs(option: Option) -> dict[str, str]:
+    """Values of `option` that have another name here."""
+    return dict(pair.split("=") for pair in option.ours.split() if "=" in pair)
 
 
 def _is_said_by_rope(flag: str, words: Sequence[str]) -> bool:
@@ -179,9 +213,11 @@ def _is_said_by_rope(flag: str, words: Sequence[str]) -> bool:
     return "use_rotary_position_embeddings" in given or given.get("position_embedding_type") == ("rope",)
 
 
-def _is_default(option: Option, given: Sequence[str]) -> bool:
-    """Whether an option has Megatron's default, so that it asks for nothing."""
-    if not option.default or len(given) != 1:
+def _asks_for_nothing(option: Option, given: Sequence[str]) -> bool:
+    """Whether an option's value asks for nothing: a refused one has Megatron's default, or the row says so."""
+    if len(given) == 1 and _pairs(option).get(given[0]) == "":
+        return True
+    if option.kind is Kind.DOES or not option.default or len(given) != 1:
         return False
     try:
         return decimal(given[0]) == decimal(option.default)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 from ..errors import printable
 
@@ -58,6 +60,11 @@ def shortened(text: str) -> str:
     """`text` for an error: as it is, or its beginning if it is long. What cannot be printed is written as an escape."""
     text = printable(text[:_MOST_CHARACTERS])
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
+
+def near_name(name: str, names: Iterable[str], *, cutoff: float = 0.8) -> str | None:
+    """The one of `names` that `name` may be a slip for; None if none is nearly spelt so. A mere likeness misleads."""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=cutoff)), None)
 
 
 def flag_name(setting: str) -> str:

@@ -176,7 +176,9 @@ def check_tokenizer_path(tokenizer_type: str, model: str) -> None:
         fix = "the .json vocabulary" if tokenizer_type == "TikTokenizer" else "the .model file of fp8-megatron tokenize"
         raise UserError(f"tokenizer model {model} {kind}: give {fix}")
     if tokenizer_type == "HuggingFaceTokenizer" and not path.is_dir():
-        if not path.exists() and _HUB_ID.fullmatch(model):
+        if path.suffix == ".json" and path.is_file():
+            return
+        if not path.exists() and _HUB_ID.fullmatch(model) and path.suffix != ".json":
             return
         kind = "is a file, not a folder" if path.exists() else "does not exist"
         raise UserError(

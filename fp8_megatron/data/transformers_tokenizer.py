@@ -20,6 +20,8 @@ _CONNECT_SECONDS = 10.0
 _LOADING_SECONDS = 300.0
 
 _SETTINGS = "tokenizer_config.json"
+#: The end of a document in files that say none, as StarCoder's and GPT-2's.
+_END = "<|endoftext|>"
 
 #: Files of a Hugging Face tokenizer that are JSON objects.
 JSON_FILES = (
@@ -38,7 +40,7 @@ class HuggingFaceTokenizer(Tokenizer):
     A name is read from the local cache, and fetched if it is not there. No code of the folder runs.
 
     Args:
-        model: the folder or the name.
+        model: the folder or the name; or a tokenizer.json alone, whose documents end with ``<|endoftext|>``.
         special_tokens: further tokens that are never cut. Those that the vocabulary lacks go behind its last id.
         include_special_tokens: put the tokens around a text that the tokenizer is set up to put there, for instance a
             Llama's BOS.
@@ -50,18 +52,24 @@ class HuggingFaceTokenizer(Tokenizer):
             from transformers import AutoTokenizer
         except ImportError as error:
             raise UserError("HuggingFaceTokenizer needs transformers: pip install transformers") from error
-        folder: str | None = model if Path(model).is_dir() else _cached_folder(model)
+        folder: str | None = model if Path(model).is_dir() else None if Path(model).is_file() else _cached_folder(model)
         if folder is not None:
             check_json_files(Path(folder))
-        if folder == model:
+        if Path(model).is_file():
+            what, fix = "file", "give the tokenizer.json of the tokenizers library, or a folder that has it"
+        elif folder == model:
             what, fix = "folder", "it needs the tokenizer.json and tokenizer_config.json that save_pretrained() writes"
         else:
             what, fix = "name", "give a local folder that save_pretrained() wrote, or log in with hf auth login"
         self.name = model
         try:
             with self._limited(_LOADING_SECONDS):
-                self._tokenizer = AutoTokenizer.from_pretrained(
-                    folder or model, local_files_only=folder is not None, trust_remote_code=False
+                self._tokenizer = (
+                    _of_file(model)
+                    if Path(model).is_file()
+                    else AutoTokenizer.from_pretrained(
+                        folder or model, local_files_only=folder is not None, trust_remote_code=False
+                    )
                 )
                 if special_tokens:
                     self._tokenizer.add_tokens(list(special_tokens), special_tokens=True)
@@ -78,10 +86,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 + ("; copy them again" if what == "folder" else "")
             ) from error
         if eod is None:
-            raise UserError(
-                f"tokenizer {what} {model} has no end-of-sequence token, which ends each document: "
-                f"set eos_token in its tokenizer_config.json"
-            )
+            cure = f"give a folder with it and a {_SETTINGS}" if what == "file" else f"set eos_token in its {_SETTINGS}"
+            raise UserError(f"tokenizer {what} {model} has no end-of-sequence token, which ends each document: {cure}")
         end = str(self._tokenizer.eos_token)
         if known is not None and end not in known and end not in special_tokens:
             raise UserError(
@@ -160,6 +166,16 @@ class HuggingFaceTokenizer(Tokenizer):
     def save(self, folder: Path) -> None:
         """Write the files that transformers loads."""
         self._tokenizer.save_pretrained(str(folder))
+
+
+def _of_file(path: str) -> Any:
+    """The tokenizer of a tokenizer.json without settings beside it."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=path)
+    if _END in tokenizer.get_vocab():
+        tokenizer.eos_token = _END
+    return tokenizer
 
 
 def _cached_folder(name: str) -> str | None:

@@ -99,8 +99,8 @@ def test_bf16_means_precision_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers?"),
-        (["--fp64"], "unknown flag --fp64; did you mean --fp16?"),
+        (["--nun-layers", "3"], "unknown flag --nun-layers; did you mean --num-layers?"),
+        (["--fp64"], "unknown flag --fp64; --help lists the flags"),
         (["--zzzzzz", "3", "4"], "unknown flag --zzzzzz; --help lists the flags"),
         (["--num-layers", "1.5"], "--num-layers '1.5' is not a whole number"),
         (["--num-layers", "1__000"], "--num-layers '1__000' is not a whole number"),

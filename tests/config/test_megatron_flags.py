@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,10 @@ def test_a_row_says_what_the_parser_does(name: str, option: Option) -> None:
         with pytest.raises(ConfigError) as error:
             parse_config(words)
         assert str(error.value) == f"{' '.join(words)} is not supported: {option.note}"
-        assert option.note and not option.ours
-        if option.default:
-            line = parse_command_line([name, option.default])
+        idle = [value for value in (option.default, *(pair.partition("=")[0] for pair in option.ours.split())) if value]
+        assert option.note and all(pair.endswith("=") for pair in option.ours.split())
+        for value in idle:
+            line = parse_command_line([name, value])
             assert line.config == Config() and name in line.notes[0]
     elif option.kind is Kind.NOTHING:
         assert own is None, f"{name} is a flag of ours"
@@ -84,11 +86,16 @@ def test_a_row_says_what_the_parser_does(name: str, option: Option) -> None:
         target = option.ours.split()[0]
         kind = type_of(target)
         assert kind is not None, f"{target} is no flag of ours"
+        brought = option.ours.partition(" + ")[2].split()
         assert (kind.base is bool) == (len(translation.words) == 1) and translation.words[0] == target
         for theirs, ours in (pair.split("=") for pair in option.ours.split()[1:] if "=" in pair):
-            assert translate([name, theirs]).words == (target, ours)
-            assert translate([name, theirs]).renamed == (f"{name} {theirs} is {target} {ours} here",)
-            assert ours in kind.choice_names
+            line = translate([name, theirs])
+            if ours:
+                assert line.words == (target, ours, *brought)
+                assert line.renamed == (f"{name} {theirs} is {' '.join((target, ours, *brought))} here",)
+                assert ours in kind.choice_names or kind.base is int
+            else:
+                assert line.words == () and line.idle == (f"{name} {theirs}",)
         if option.arity == "0":
             assert parse_config(words) != Config()
     else:
@@ -115,6 +122,112 @@ def test_names_of_forks_mean_megatrons() -> None:
     assert line.notes[-1] == "no effect here: --use-flash-attn-v2 (docs/from-megatron.md says why)"
     assert "--normalization rmsnorm is --normalization RMSNorm here" in line.notes
     assert "--lr-wsd-decay-style 1-sqrt is --lr-wsd-decay-style minus_sqrt here" in line.notes
+
+
+@pytest.mark.parametrize(
+    ("words", "meant", "said"),
+    [
+        (
+            "--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+            "--activations-checkpoint-method uniform is --recompute-method uniform --recompute-granularity full "
+            "--recompute-num-layers 1 here",
+        ),
+        (
+            "--activations-checkpoint-method=block",
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "--activations-checkpoint-method block is --recompute-method block --recompute-granularity full "
+            "--recompute-num-layers 1 here",
+        ),
+        (
+            "--checkpoint-num-layers 3 --checkpoint-activations",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+            "--checkpoint-num-layers 3 is --recompute-num-layers 3 here",
+        ),
+        (
+            "--num-key-value-heads 8",
+            "--group-query-attention --num-query-groups 8",
+            "--num-key-value-heads 8 is --num-query-groups 8 --group-query-attention here",
+        ),
+        (
+            "--attention-head-type multiquery",
+            "--group-query-attention --num-query-groups 1",
+            "--attention-head-type multiquery is --num-query-groups 1 --group-query-attention here",
+        ),
+        ("--attention-head-type multihead", "", None),
+        (
+            "--vocab a.json --merge b.txt",
+            "--vocab-file a.json --merge-file b.txt",
+            "--vocab a.json is --vocab-file a.json",
+        ),
+        ("--swig --hidden-s=64", "--swiglu --hidden-size 64", "--swig is --swiglu here"),
+        ("--overlap-grad --no-overlap-grad-reduce", "--no-overlap-grad-reduce", "--overlap-grad is --overlap-grad-red"),
+        (
+            "--tokenizer-type TokenizerFromFile --tokenizer-file t.json",
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
+            "--tokenizer-type TokenizerFromFile is --tokenizer-type HuggingFaceTokenizer here",
+        ),
+        ("--trigger-path /t --deepspeed --zero-stage 1", "", None),
+    ],
+)
+def test_other_names_of_one_meaning(words: str, meant: str, said: str | None) -> None:
+    line = parse_command_line(["--bf16", *words.split()])
+    assert line.config == parse_config(["--bf16", *meant.split()])
+    assert said is None or any(note.startswith(said) for note in line.notes), line.notes
+
+
+def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps(
+            {
+                "train_batch_size": 64,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 2,
+                "steps_per_print": 10,
+                "gradient_clipping": 0.5,
+                "zero_optimization": {"stage": 1, "reduce_bucket_size": 500, "offload_optimizer": {"device": "none"}},
+                "fp16": {"enabled": False, "loss_scale": 0},
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "wall_clock_breakdown": True,
+                "amp": {"enabled": False},
+            }
+        )
+    )
+    line = parse_command_line(["--deepspeed", "--deepspeed_config", str(path), "--micro-batch-size", "4"])
+    meant = "--global-batch-size 64 --micro-batch-size 4 --clip-grad 0.5 --bf16 --accumulate-allreduce-grads-in-fp32"
+    assert line.config == parse_config(meant.split())
+    assert line.notes[0] == (
+        "deepspeed_config means --global-batch-size 64 --clip-grad 0.5 --bf16 --accumulate-allreduce-grads-in-fp32 here"
+    )
+    scale = {"enabled": True, "initial_scale_power": 12, "loss_scale": 0, "hysteresis": 1, "min_loss_scale": 2}
+    path.write_text(json.dumps({"fp16": scale}))
+    optimizer = parse_config(["--deepspeed_config", str(path)]).optimizer
+    assert (optimizer.initial_loss_scale, optimizer.hysteresis, optimizer.min_loss_scale) == (4096, 1, 2)
+    assert optimizer.loss_scale is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "deepspeed_config: zero_optimization.stage: 3 has no flag here; drop it"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
+        ({"optimizer": {"type": "Adam"}}, "deepspeed_config: optimizer: {"),
+        ({"gradient_accumulation_steps": 2}, "deepspeed_config: gradient_accumulation_steps: 2 has no flag"),
+        ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update: true has no flag"),
+        ({"gradient_clipping": 2}, "deepspeed_config: gradient_clipping(2) contradicts --clip-grad 1.0; make them one"),
+        ([1], "cannot be read (it is no object); give DeepSpeed's JSON file"),
+    ],
+)
+def test_what_a_deepspeed_file_cannot_ask_for(tmp_path: Path, content: object, said: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--clip-grad", "1.0", "--deepspeed_config", str(path)])
+    assert said in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"deepspeed_config\(.*\) cannot be read \(No such file"):
+        parse_config(["--deepspeed_config", f"{path}.no"])
 
 
 def test_local_sums_of_gradients_name_the_setting_that_makes_them_fp32() -> None:
@@ -162,10 +275,13 @@ def test_words_after_an_option_are_its_own() -> None:
         (["--use-mcore-models", "stray"], "'stray' belongs to no flag; put one before it, or drop it"),
         (["--use-mcore-models=1"], "--use-mcore-models=1: a switch has no value; give it alone"),
         (["--distributed-backend"], "--distributed-backend has no value; give one after it, or drop it"),
-        (["--use-mcore-model"], "unknown flag --use-mcore-model; did you mean --use-mcore-models?"),
+        (["--use-mcore-modle"], "unknown flag --use-mcore-modle; did you mean --use-mcore-models?"),
         (["--overide-opt-param-scheduler"], "did you mean --override-opt"),
-        (["--num-expert", "8"], "unknown flag --num-expert; did you mean --num-experts?"),
-        (["--multi-latent"], "unknown flag --multi-latent; --help lists the flags"),
+        (["--nun-experts", "8"], "unknown flag --nun-experts; did you mean --num-experts?"),
+        (["--goldfish-loss"], "unknown flag --goldfish-loss; --help lists the flags"),
+        (["--moe"], "unknown flag --moe; --help lists the flags"),
+        (["--multi-latent"], "--multi-latent-attention is not supported: there is no"),
+        (["--zero-stage", "2"], "--zero-stage 2 is not supported: weights and gradients are not sharded as in ZeRO"),
         (["--data-impl", "lazy"], "--data-impl lazy is not supported: token files are mapped"),
         (["--moe-latent-size", "8"], "--moe-latent-size 8 is not supported: experts have the width of the model"),
         (["--attention-backend", "quick"], "--attention-backend 'quick' is not one of auto, cudnn, flash, math"),

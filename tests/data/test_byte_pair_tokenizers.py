@@ -86,6 +86,9 @@ def test_gpt2_takes_further_special_tokens_and_is_exported_whole(gpt2_files, tmp
     ours.save(tmp_path)
     saved = HuggingFaceTokenizer(str(tmp_path))
     assert saved.encode_batch(HARD) == ours.encode_batch(HARD) and saved.eod == ours.eod
+    alone = (tmp_path / "tokenizer.json").rename(tmp_path / "alone.json")  # as StarCoder's TokenizerFromFile has it
+    of_file = build_tokenizer("HuggingFaceTokenizer", str(alone))
+    assert of_file.encode_batch(HARD) == ours.encode_batch(HARD) and of_file.eod == ours.eod
 
 
 @pytest.mark.parametrize("pattern", VERSIONS)
