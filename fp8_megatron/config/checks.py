@@ -314,7 +314,7 @@ def _check_recompute(config: Config) -> Iterator[str]:
         problem = recompute_problem(config)
         if problem is not None:
             yield problem
-    elif method is not None or count is not None:
+    elif training.recompute_granularity is not None and (method is not None or count is not None):
         yield (
             f"recompute_method({method}) and recompute_num_layers({count}) belong to recompute_granularity(full), "
             f"not ({training.recompute_granularity}); drop them or choose full"

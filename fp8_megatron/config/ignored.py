@@ -1,19 +1,21 @@
-"""Settings that a mode does not read. Each that is not at its default is an error, which names the mode and the fix.
+"""Settings that a mode does not read. Each that is not at its default gets one line, which names the mode and the fix.
 
-A few are notes instead: Megatron does not read them in that mode either, a run is the same without them, and public
-scripts give them.
+It is a note for Megatron's settings: Megatron does not read them in that mode either, and a run is the same without
+them. It is an error for settings of this project's own, and where a run would be another than the words say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cache
 from types import MappingProxyType
 from typing import Any, get_args
 
 from ..update_rules import RULES, RuleEntry
+from .fields import limit_problems
+from .megatron_flags import megatron_options
 from .model import SETTINGS_WITHOUT_YARN, YARN_SETTINGS
 from .moe import MoeConfig
 from .schema import Config, TokenizerType
@@ -43,14 +45,14 @@ class Ignored:
         mode: the setting that decides, with `values`; or a function that returns the mode in words, None outside of it.
         values: of `mode` in this mode.
         fix: what to choose so that they have an effect.
-        is_error: whether they stop a run.
+        is_error: whether they stop a run. None: those that Megatron does not have.
     """
 
     names: str
     mode: str | Callable[[Config], str | None]
     values: tuple[Any, ...]
     fix: str
-    is_error: bool = True
+    is_error: bool | None = None
 
     def mode_of(self, config: Config, settings: dict[str, Any]) -> str | None:
         """The mode in words, if `config` is in it; else None."""
@@ -66,22 +68,41 @@ class Ignored:
 
 def ignored_settings(config: Config) -> Iterator[str]:
     """One line for each setting that is not at its default, has no effect and is an error: value, mode, fix."""
-    yield from _lines(config, is_error=True)
+    yield from _lines(config, is_error=True).values()
 
 
-def ignored_notes(config: Config) -> Iterator[str]:
-    """One line for each setting that is not at its default, has no effect and may be given: value, mode, fix."""
-    yield from _lines(config, is_error=False)
+def without_unread(config: Config) -> tuple[Config, dict[str, str]]:
+    """`config` with defaults for settings that it does not read and that may be given, and the line of each of them:
+    value, mode, fix.
+
+    A configuration with values out of range stays as it is, for the check that names them.
+    """
+    unread, defaults = _lines(config, is_error=False), _defaults()
+    if next(limit_problems(config), None) is not None:
+        return config, unread
+    sections = {
+        section: replace(fields, **{name: defaults[name] for name in unread.keys() & vars(fields).keys()})
+        for section, fields in vars(config).items()
+    }
+    return Config(**sections), unread
 
 
-def _lines(config: Config, is_error: bool) -> Iterator[str]:
+def _lines(config: Config, is_error: bool) -> dict[str, str]:
+    """The line of each setting, by its name."""
     values, defaults = config.settings, _defaults()
     settings = {**values, "tokenizer_type": config.data.tokenizer_kind}
+    found: dict[str, str] = {}
     for rule in _RULES:
-        mode = rule.mode_of(config, settings) if rule.is_error == is_error else None
+        mode = rule.mode_of(config, settings)
         for name in rule.names.split() if mode is not None else ():
-            if values[name] != defaults[name]:
-                yield f"{name}({_shown(values[name])}) has no effect {mode}; drop it or {rule.fix}"
+            stops = rule.is_error if rule.is_error is not None else not _is_megatrons(name)
+            if stops == is_error and values[name] != defaults[name]:
+                found.setdefault(name, f"{name}({_shown(values[name])}) has no effect {mode}; drop it or {rule.fix}")
+    return found
+
+
+def _is_megatrons(name: str) -> bool:
+    return bool({name, f"no_{name}"} & megatron_options().keys())
 
 
 def _no_history(config: Config) -> str | None:
@@ -112,9 +133,20 @@ def _no_decay_end(config: Config) -> str | None:
 
 
 def _no_tokenizer_file(config: Config) -> str | None:
-    data = config.data
-    has_none = data.mock_data and data.tokenizer_model is None and data.vocab_file is None
-    return "with mock_data and no tokenizer" if has_none else None
+    return "with mock_data and no tokenizer" if config.data.has_no_tokenizer else None
+
+
+def _heads_of_their_own(config: Config) -> str | None:
+    model = config.model
+    is_same = model.group_query_attention or model.num_query_groups == model.num_attention_heads
+    return None if is_same else "without group_query_attention: each head has keys and values of its own"
+
+
+def _no_virtual_stages(config: Config) -> str | None:
+    try:
+        return None if config.pipeline_layout.is_interleaved else "without virtual stages"
+    except ValueError:
+        return None  # `pipeline_checks.layout_problem` reports it
 
 
 def _no_validation(config: Config) -> str | None:
@@ -125,7 +157,6 @@ _POSITIONS = "position_embedding_type"
 _SIXTEEN_BITS = ("bf16", "fp16")
 #: Settings of experts in other sections than the model's.
 _OF_EXPERTS = (
-    "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "moe_token_dispatcher_type",
     "moe_per_layer_logging",
@@ -133,6 +164,10 @@ _OF_EXPERTS = (
 )
 _DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 _LOSS_SCALE = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
+_OF_SAVING = (
+    "save_interval save_retain_interval non_persistent_save_interval async_save save_optim save_rng keep_last "
+    "allow_foreign_checkpoints ckpt_state_dtype"
+)
 _ENDS = "reset_position_ids reset_attention_mask eod_mask_loss"
 _HISTORY = "fp8_amax_history_len fp8_amax_compute_algo fp8_margin"
 _WITHOUT_SQUARES = tuple(name for name, rule in RULES.items() if not rule.holds_squares)
@@ -156,35 +191,55 @@ _RULES = (
         " ".join(YARN_SETTINGS),
         *(_POSITIONS, ("learned_absolute", "none", "rope"), "give --position-embedding-type yarn"),
     ),
+    Ignored("num_query_groups", _heads_of_their_own, (), "give --group-query-attention"),
+    Ignored("window_attn_skip_freq", "window_size", (None,), "give --window-size"),
+    Ignored(
+        "recompute_method recompute_num_layers", "recompute_granularity", (None,), "give --recompute-granularity full"
+    ),
+    Ignored("recompute_modules", "recompute_granularity", (None, "full"), "choose --recompute-granularity selective"),
     Ignored("rope_scaling_factor", _no_rope_scaling, (), "give --use-rope-scaling"),
     Ignored(
         " ".join([*(each.name for each in fields(MoeConfig) if each.name != "num_experts"), *_OF_EXPERTS]),
         *("num_experts", (None,), "give --num-experts"),
     ),
-    Ignored("moe_use_upcycling", "num_experts", (None,), "give --num-experts"),
+    Ignored(
+        "moe_use_upcycling expert_model_parallel_size", "num_experts", (None,), "give --num-experts", is_error=True
+    ),
     Ignored("moe_upcycling_granularity", "moe_use_upcycling", (False,), "give --moe-use-upcycling"),
     Ignored(
         "moe_router_bias_update_rate", "moe_router_enable_expert_bias", (False,), "give --moe-router-enable-expert-bias"
+    ),
+    Ignored(
+        "moe_shared_expert_gate",
+        *("moe_shared_expert_intermediate_size", (None,), "give --moe-shared-expert-intermediate-size"),
     ),
     Ignored("moe_token_drop_policy", "moe_expert_capacity_factor", (None,), "give --moe-expert-capacity-factor"),
     Ignored(
         "moe_token_dispatcher_type",
         *("expert_model_parallel_size", (1,), "raise --expert-model-parallel-size"),
-        is_error=False,
     ),
     Ignored("cp_comm_type fp8_context_communication", "context_parallel_size", (1,), "raise --context-parallel-size"),
+    Ignored(
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        *(_no_virtual_stages, (), "give --num-virtual-stages-per-pipeline-rank"),
+    ),
     Ignored(
         "fp8_pipeline_communication account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
         *("pipeline_model_parallel_size", (1,), "raise --pipeline-model-parallel-size"),
     ),
     Ignored("opt_level", "precision", (*_SIXTEEN_BITS, "te"), "choose --precision fp8"),
-    Ignored(f"fp8_recipe {_HISTORY} first_last_layers_bf16", "precision", _SIXTEEN_BITS, "choose --precision fp8"),
+    Ignored("fp8_recipe", "precision", _SIXTEEN_BITS, "choose --precision fp8", is_error=True),
+    Ignored(f"{_HISTORY} first_last_layers_bf16", "precision", _SIXTEEN_BITS, "choose --precision fp8"),
+    Ignored(
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+        *("first_last_layers_bf16", (False,), "give --first-last-layers-bf16"),
+    ),
     Ignored(
         "fp8_power_of_two_scales fp8_health_interval fp8_weight_grad_scaling grad_accumulation grad_accumulation_dtype",
         *("precision", (*_SIXTEEN_BITS, "te"), "choose --precision fp8"),
     ),
     Ignored(_HISTORY, _no_history, (), "choose --fp8-recipe delayed"),
-    Ignored(_LOSS_SCALE, "precision", ("bf16", "fp8", "te"), "choose fp16", is_error=False),
+    Ignored(_LOSS_SCALE, "precision", ("bf16", "fp8", "te"), "choose fp16"),
     Ignored(_LOSS_SCALE, _constant_scale, (), "drop loss_scale"),
     *(
         Ignored(
@@ -194,17 +249,22 @@ _RULES = (
                 tuple(name for name, other in RULES.items() if not rule.settings.keys() <= other.settings.keys()),
                 f"choose --optimizer {chosen}",
             ),
-            is_error=chosen != "adam",
         )
         for chosen, rule in RULES.items()
         if chosen != "adamw"
     ),
     Ignored("muon_split_qkv", "optimizer", _WITHOUT_MATRICES, "choose --optimizer muon"),
     Ignored("exp_avg_sq_dtype", "optimizer", _WITHOUT_SQUARES, "choose --optimizer adam"),
-    Ignored("lr_warmup_init", _no_warmup, (), "give --lr-warmup-iters", is_error=False),
+    Ignored("lr_warmup_init", _no_warmup, (), "give --lr-warmup-iters"),
+    Ignored("decoupled_min_lr", "decoupled_lr", (None,), "give --decoupled-lr"),
     Ignored("min_lr decoupled_min_lr", "lr_decay_style", ("constant",), "choose another --lr-decay-style"),
     Ignored("lr_decay_iters lr_decay_samples", _no_decay_end, (), "choose another --lr-decay-style"),
-    Ignored("lr_wsd_decay_style", "lr_decay_style", _DECAYS, "choose --lr-decay-style WSD"),
+    Ignored(
+        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+        "lr_decay_style",
+        _DECAYS,
+        "choose --lr-decay-style WSD",
+    ),
     Ignored(_ENDS, "mock_data", (True,), "give --data-path instead"),
     Ignored("merge_file", _no_tokenizer_file, (), "give --vocab-file"),
     Ignored(
@@ -226,25 +286,27 @@ _RULES = (
         )
         for name, kinds in TOKENIZERS_READING.items()
     ),
-    Ignored("load_optim load_rng", "load", (None,), "give --load", is_error=False),
-    Ignored("full_validation", _no_validation, (), "give --eval-interval"),
+    Ignored("load_optim load_rng", "load", (None,), "give --load"),
+    Ignored(_OF_SAVING, "save", (None,), "give --save"),
+    Ignored(
+        "non_persistent_ckpt_type",
+        *("non_persistent_save_interval", (None,), "give --non-persistent-save-interval"),
+    ),
+    # Nothing would validate.
+    Ignored("full_validation", _no_validation, (), "give --eval-interval", is_error=True),
     Ignored("data_sharding", "dataloader_type", ("single",), "give --dataloader-type cyclic"),
     Ignored(
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
         "load",
         (None,),
         "give --load",
-        is_error=False,
     ),
     Ignored("use_checkpoint_opt_param_scheduler", "finetune", (True,), "drop --finetune"),
     Ignored("use_tokenizer_model_from_checkpoint_args", "use_checkpoint_args", (False,), "give --use-checkpoint-args"),
-    Ignored("log_num_zeros_in_grad", "release_gradients", (True,), "drop --release-gradients"),
-    Ignored("tensorboard_dir", "tensorboard", (False,), "give --tensorboard"),
-    Ignored(
-        "wandb_exp_name wandb_entity wandb_save_dir", "wandb_project", (None,), "give --wandb-project", is_error=False
-    ),
-    Ignored("profile_step_start profile_step_end profile_ranks", "profile", (False,), "give --profile", is_error=False),
-    Ignored("profile_trace", "profile", (False,), "give --profile"),
+    Ignored("log_num_zeros_in_grad", "release_gradients", (True,), "drop --release-gradients", is_error=True),
+    Ignored("tensorboard_dir", "tensorboard", (False,), "give --tensorboard", is_error=True),
+    Ignored("wandb_exp_name wandb_entity wandb_save_dir", "wandb_project", (None,), "give --wandb-project"),
+    Ignored("profile_step_start profile_step_end profile_ranks profile_trace", "profile", (False,), "give --profile"),
 )
 
 

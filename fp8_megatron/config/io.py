@@ -16,7 +16,7 @@ from .checks import ConfigError
 from .command_line import Given, read_words, repeated_flags
 from .deepspeed import words_of_deepspeed
 from .fields import MAX_RANKS, FieldType, field_types
-from .ignored import ignored_notes
+from .ignored import without_unread
 from .megatron_flags import SWITCHES, Chosen, Kind, chosen_precision, idle_note, megatron_options, translate
 from .megatron_settings import as_megatron_settles, evaluation_note, precision_note, unread_settings
 from .schema import Config
@@ -191,11 +191,12 @@ def parse_command_line(
         raise ConfigError("\n".join(problems))
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **words_of_data))
     config, changes = as_megatron_settles(config)
-    unread = unread_settings(config)
+    config, of_modes = without_unread(config)
+    unread = unread_settings(config) - of_modes.keys()
     idle = [*translation.idle, *dict.fromkeys(one.flag for one in given if one.name in unread)]
     notes = [f"deepspeed_config means {' '.join(of_deepspeed)} here"] if of_deepspeed else []
     notes += [*repeated_flags(given), *translation.renamed, *chosen.notes, *changes]
-    notes += [*filter(None, [evaluation_note(config)]), *ignored_notes(config)]
+    notes += [*filter(None, [evaluation_note(config)]), *of_modes.values()]
     if idle:
         notes.append(idle_note(idle))
     if "precision" not in stated:

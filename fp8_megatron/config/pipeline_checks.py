@@ -37,11 +37,7 @@ def _interleaving_problem(config: Config, num_micro_batches: int) -> str | None:
     pp, group = layout.num_stages, parallel.microbatch_group_size_per_virtual_pipeline_stage
     name = f"microbatch_group_size_per_virtual_pipeline_stage({group})"
     if not layout.is_interleaved:
-        if group is None:
-            return None
-        return (
-            f"{name} is for virtual stages, and there are none; drop it or give --num-virtual-stages-per-pipeline-rank"
-        )
+        return None
     if group is None and num_micro_batches % pp:
         return (
             f"the interleaved schedule ({_virtual_setting(config)}) takes micro-batches in groups of "

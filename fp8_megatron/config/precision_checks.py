@@ -89,16 +89,10 @@ def _check_without_fp8(precision: PrecisionConfig) -> Iterator[str]:
 
 def _check_first_last_layers(precision: PrecisionConfig, num_layers: int) -> Iterator[str]:
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
-    if precision.first_last_layers_bf16:
-        if start + end > num_layers:
-            yield (
-                f"num_layers_at_start_in_bf16({start}) + num_layers_at_end_in_bf16({end}) = {start + end} > "
-                f"num_layers({num_layers}); choose fewer"
-            )
-    elif (start, end) != (1, 1):
+    if precision.first_last_layers_bf16 and start + end > num_layers:
         yield (
-            f"num_layers_at_start_in_bf16({start}) and num_layers_at_end_in_bf16({end}) have no effect alone; "
-            f"add --first-last-layers-bf16"
+            f"num_layers_at_start_in_bf16({start}) + num_layers_at_end_in_bf16({end}) = {start + end} > "
+            f"num_layers({num_layers}); choose fewer"
         )
 
 

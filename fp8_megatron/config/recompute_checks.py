@@ -17,17 +17,14 @@ _MISSING = {"mla_up_proj": "there is no multi-latent attention"}
 def recompute_module_problems(config: Config) -> Iterator[str]:
     """One line for each module that cannot be recomputed alone, or need not be."""
     training = config.training
-    modules, granularity = training.recompute_modules, training.recompute_granularity
+    modules = training.recompute_modules
     for module in modules:
         if module not in _MODULES:
             reason = _MISSING.get(module, "there is no such module")
             yield f"recompute_modules({shortened(module)}): {reason}; choose from {' '.join(_MODULES)}"
-    if modules and granularity != "selective":
-        yield (
-            f"recompute_modules({shortened(' '.join(modules))}) belong to recompute_granularity(selective), not "
-            f"({granularity}); drop them or choose selective"
-        )
-    elif "layernorm" in modules and config.precision.precision in ("bf16", "fp16"):
+    if training.recompute_granularity != "selective":
+        return
+    if "layernorm" in modules and config.precision.precision in ("bf16", "fp16"):
         precision = config.precision.precision
         yield f"recompute_modules(layernorm): layers of precision({precision}) keep the outputs of norms; drop it"
     elif set(modules) == {"layernorm"} and config.precision.is_fp8:

@@ -37,10 +37,11 @@ def _check_data(config: Config) -> Iterator[str]:
     yield from _check_evaluation_data(config)
     yield from _check_validation_sets(config)
     yield from _check_conversations(data)
-    if data.tokenizer_kind == "NullTokenizer" or data.mock_data:
+    if data.tokenizer_kind == "NullTokenizer" or data.has_no_tokenizer:
         if model.vocab_size is None:
             reason = "mock_data" if data.mock_data else "tokenizer_type(NullTokenizer)"
-            yield f"{reason} needs vocab_size; give --vocab-size, e.g. 50304"
+            or_else = " or a tokenizer's files" if data.mock_data else ""
+            yield f"{reason} needs vocab_size; give --vocab-size, e.g. 50304{or_else}"
     elif data.tokenizer_kind == "GPT2BPETokenizer":
         for name in ("vocab_file", "merge_file"):
             if getattr(data, name) is None:
@@ -142,18 +143,7 @@ def _check_blends(data: DataConfig) -> Iterator[str]:
 
 def _check_checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
-    if checkpoint.save is None:
-        names = ("save_interval", "keep_last", "save_retain_interval", "async_save", "allow_foreign_checkpoints")
-        for name in (*names, "non_persistent_save_interval"):
-            value = getattr(checkpoint, name)
-            if value is not None and value is not False:
-                yield f"{name}({value}) needs a folder to save into; give --save"
-        for name in ("save_optim", "save_rng"):
-            if not getattr(checkpoint, name):
-                yield f"no_{name} has no effect without save; give --save"
-        if checkpoint.ckpt_state_dtype != "native":
-            yield f"ckpt_state_dtype({checkpoint.ckpt_state_dtype}) needs a folder to save into; give --save"
-    elif checkpoint.save_retain_interval is not None and checkpoint.save_interval is None:
+    if checkpoint.save is not None and checkpoint.save_retain_interval is not None and checkpoint.save_interval is None:
         yield (
             f"save_retain_interval({checkpoint.save_retain_interval}) chooses among the checkpoints of save_interval, "
             f"which is not given; give --save-interval"
@@ -182,9 +172,7 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
 def _check_non_persistent(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     interval = checkpoint.non_persistent_save_interval
-    if interval is None:
-        if checkpoint.non_persistent_ckpt_type is not None:
-            yield "non_persistent_ckpt_type has no effect without non_persistent_save_interval; drop it"
+    if interval is None or checkpoint.save is None:
         return
     for name in ("keep_last", "save_retain_interval"):
         value = getattr(checkpoint, name)

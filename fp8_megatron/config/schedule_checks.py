@@ -91,8 +91,6 @@ def _check_decoupled(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     own, least = optimizer.decoupled_lr, optimizer.decoupled_min_lr
     if own is None:
-        if least is not None:
-            yield f"decoupled_min_lr({least}) has no effect without decoupled_lr; give both"
         return
     end = ("min_lr", optimizer.min_lr) if least is None else ("decoupled_min_lr", least)
     for name, low in (end, ("lr_warmup_init", optimizer.lr_warmup_init)):
@@ -112,11 +110,6 @@ def _check_decay(config: Config, schedule: LearningRateSchedule, world_size: int
     unit, words = ("samples", "lr_wsd_decay_samples") if config.counts_samples else ("steps", "lr_wsd_decay_iters")
     given = optimizer.lr_wsd_decay_samples if config.counts_samples else optimizer.lr_wsd_decay_iters
     if optimizer.lr_decay_style != "WSD":
-        if given is not None:
-            yield (
-                f"{words}({given}) has no effect under lr_decay_style({optimizer.lr_decay_style}); drop it or choose "
-                f"WSD"
-            )
         return
     decay_name, decay = _explicit_decay(config)
     length = "train_samples" if config.counts_samples else "train_iters"

@@ -68,7 +68,7 @@ class DataConfig:
     split: str = "969,30,1"
     """Relative sizes of the train, validation and test parts of --data-path. The test part is evaluated at the end."""
     mock_data: bool = False
-    """Train on random tokens (benchmarks)."""
+    """Train on random tokens (benchmarks), of --vocab-size or of a tokenizer's vocabulary."""
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer. NullTokenizer takes the vocabulary from --vocab-size. Default: GPT2BPETokenizer with
     --vocab-file or --merge-file, else SentencePieceTokenizer."""
@@ -122,6 +122,11 @@ class DataConfig:
     def keeps_documents_apart(self) -> bool:
         """Whether attention stays within the documents of a sample."""
         return self.reset_attention_mask or self.sft
+
+    @property
+    def has_no_tokenizer(self) -> bool:
+        """Whether tokens are random numbers below --vocab-size, without a tokenizer's files."""
+        return self.mock_data and self.tokenizer_model is None and self.vocab_file is None
 
     @property
     def tokenizer_kind(self) -> TokenizerType:

@@ -166,14 +166,14 @@ def _shuffles(data: DataConfig) -> Literal["sharded", "whole"] | None:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer that the configuration names. Random tokens need only --vocab-size.
+    """The tokenizer that the configuration names. Random tokens may have none, only --vocab-size.
 
     Raises:
         ConfigError: the tokenizer's model does not exist, or its vocabulary is larger than --vocab-size.
     """
     try:
         data = config.data
-        if data.mock_data and data.tokenizer_model is None and data.vocab_file is None:
+        if data.has_no_tokenizer:
             return build_tokenizer("NullTokenizer", None, config.model.vocab_size)
         options = TokenizerOptions.of(data)
         return build_tokenizer(data.tokenizer_kind, data.tokenizer_model, config.model.vocab_size, options)

@@ -69,7 +69,6 @@ def test_what_works_passes(flags: str) -> None:
         (MOCK + "--window-size 5,x", "window_size(5,x) is not LEFT,RIGHT"),
         (MOCK + "--window-size -1,0", "window_size(-1,0): LEFT is 0 or more, and RIGHT is 0, as no token attends to"),
         (MOCK + "--window-size 5,5", "window_size(5,5): LEFT is 0 or more, and RIGHT is 0, as no token attends to"),
-        (MOCK + "--window-attn-skip-freq 4", "window_attn_skip_freq(4) has no effect without window_size; give both"),
         (MOCK + "--window-size 5,0 --window-attn-skip-freq 0", "window_attn_skip_freq(0) is below 1; give at least 2"),
         (MOCK + "--window-size 5,0 --window-attn-skip-freq 1", "leaves no layer with window_size(5,0); drop both"),
         (MOCK + "--window-size 5,0 --window-attn-skip-freq [0]*24", "leaves no layer with window_size(5,0); drop both"),

@@ -101,7 +101,6 @@ def test_counts_are_those_of_single_steps(phases: tuple[tuple[int, int], ...]) -
             "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
             "end_weight_decay(0.1) < start_weight_decay(0.2); weight decay may only grow",
         ),
-        ("--decoupled-min-lr 1e-5", "decoupled_min_lr(1e-05) has no effect without decoupled_lr"),
         ("--decoupled-lr 1e-5 --min-lr 1e-4", "min_lr(0.0001) > decoupled_lr(1e-05)"),
         ("--train-iters 40 --iterations-to-skip 3 41 50", "iterations_to_skip(41 50) come after the last"),
         ("--train-samples 640 --iterations-to-skip 40 41", "iterations_to_skip(41) come after the last"),

@@ -43,7 +43,6 @@ def test_what_works_passes(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (LLAMA + "--cp-comm-type all_gather", "cp_comm_type(all_gather) has no effect under context_parallel_size(1)"),
         (CP4 + "--bf16 --seq-length 1028", "seq_length(1028) % (2 × context_parallel_size(4)) = 4; choose a"),
         (CP4 + "--tensor-model-parallel-size 8 --sequence-parallel --seq-length 1040", "sequence_parallel: seq_lengt"),
         (CP4 + "--precision te", "context_parallel_size(4) is for this project's attention, not Transformer Engine's"),

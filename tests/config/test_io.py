@@ -138,7 +138,7 @@ def test_a_bad_flag_is_one_line(argv: list[str], said: str) -> None:
 
 def test_whole_numbers_may_have_underscores() -> None:
     """As Python writes them, and so Megatron's ``type=int``: also in fields of other numbers and in lists."""
-    words = "--train-samples 220_000_000 --seed +1_0 --initial-loss-scale 4_294_967_296 --global-batch-size 6_4"
+    words = "--fp16 --train-samples 220_000_000 --seed +1_0 --initial-loss-scale 4_294_967_296 --global-batch-size 6_4"
     config = parse_config([*words.split(), "--rampup-batch-size", "1_6", "1_6", "1_000"])
     assert (config.training.train_samples, config.training.seed) == (220_000_000, 10)
     assert config.optimizer.initial_loss_scale == 2.0**32

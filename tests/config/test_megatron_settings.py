@@ -207,7 +207,7 @@ def test_flags_that_nothing_reads_and_that_change_nothing_are_said() -> None:
     resets = ["--bf16", "--reset-position-ids", "--reset-attention-mask"]
     for kind, notes in (("rope", (says("--reset-position-ids"),)), ("learned_absolute", ())):
         assert parse_command_line([*resets, "--position-embedding-type", kind]).notes == notes
-    words = ["--bf16", "--mock-data", "--no-mmap-bin-files", "--null-tokenizer-eod-id", "3"]
+    words = "--bf16 --mock-data --no-mmap-bin-files --tokenizer-type NullTokenizer --null-tokenizer-eod-id 3".split()
     assert parse_command_line(words).notes == (says("--no-mmap-bin-files --null-tokenizer-eod-id"),)
     assert parse_command_line(["--config", str(CONFIGS / "gpt_7b.yaml"), "--eval-interval", "0"]).notes == ()
 
@@ -239,22 +239,103 @@ def test_what_megatron_does_not_read_either_is_a_note(tmp_path: Path, flags: str
     assert parse_command_line(["--config", str(tmp_path / "a.yaml"), *common]).notes == (said,)
 
 
+BASE = "--bf16 --mock-data --vocab-size 512 --micro-batch-size 1"
+FILES = "--bf16 --data-path a"
+PIECES = f"{FILES} --tokenizer-type SentencePieceTokenizer --tokenizer-model m"
+FOLDER = f"{FILES} --tokenizer-type HuggingFaceTokenizer --tokenizer-model m"
+LEARNED, ROPE = (f"{BASE} --position-embedding-type {kind}" for kind in ("learned_absolute", "rope"))
+CONSTANT, COSINE = (f"{BASE} --lr-decay-style {style}" for style in ("constant", "cosine"))
+TENSORWISE = f"{BASE} --fp8-format hybrid --fp8-recipe tensorwise"
+EXPERTS = f"{BASE} --num-experts 8 --disable-bias-linear"
+#: What Megatron-LM 0.20 parses and then does not use: flags, and what they stand beside.
+UNUSED = {
+    BASE: [
+        *("--save-interval 9", "--save-retain-interval 9", "--async-save", "--no-save-optim", "--no-save-rng"),
+        *("--non-persistent-save-interval 9", "--no-load-optim", "--no-load-rng", "--override-opt_param-scheduler"),
+        *("--use-checkpoint-opt_param-scheduler", "--no-use-tokenizer-model-from-checkpoint-args"),
+        *(
+            "--merge-file m",
+            "--tiktoken-pattern v1",
+            "--tokenizer-hf-no-include-special-tokens",
+            "--lr-warmup-init 1e-6",
+        ),
+        *("--decoupled-min-lr 1e-6", "--fp8-amax-history-len 1024", "--fp8-amax-compute-algo most_recent"),
+        *("--fp8-margin 1", "--first-last-layers-bf16", "--num-layers-at-start-in-bf16 2", "--num-query-groups 8"),
+        *("--cp-comm-type a2a", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),
+        *("--moe-router-topk 4", "--moe-aux-loss-coeff 0.01", "--moe-ffn-hidden-size 128", "--moe-layer-freq 2"),
+        *(
+            "--moe-router-score-function sigmoid",
+            "--moe-token-dispatcher-type alltoall",
+            "--moe-upcycling-granularity 2",
+        ),
+        *("--expert-tensor-parallel-size 1", "--account-for-embedding-in-pipeline-split"),
+        *("--account-for-loss-in-pipeline-split", "--microbatch-group-size-per-virtual-pipeline-stage 4"),
+        *("--recompute-num-layers 1", "--recompute-method uniform", "--recompute-modules mlp", "--hysteresis 1"),
+        *("--initial-loss-scale 4096", "--sgd-momentum 0.8", "--lion-beta1 0.8", "--window-attn-skip-freq 2"),
+        *("--no-data-sharding", "--sft-tokenizer-prompt-format identity", "--wandb-exp-name a", "--wandb-save-dir a"),
+        *("--profile-step-start 5", "--profile-ranks 1", "--eval-iters 7", "--split 9,1,0", "--no-mmap-bin-files"),
+    ],
+    f"{BASE} --save a --save-interval 5": ["--non-persistent-ckpt-type global"],
+    FOLDER: ["--vocab-file v", "--merge-file m"],
+    f"{FOLDER} --sft": ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss", "--no-mmap-bin-files"],
+    PIECES: [
+        *("--vocab-file v", "--merge-file m", "--tokenizer-hf-no-include-special-tokens", "--tiktoken-pattern v1"),
+        *("--tiktoken-num-special-tokens 5", "--null-tokenizer-eod-id 3"),
+    ],
+    f"{FILES} --tokenizer-type NullTokenizer --vocab-size 512": ["--vocab-file v", "--tokenizer-model m"],
+    f"{FILES} --tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m": ["--tokenizer-model m"],
+    CONSTANT: ["--min-lr 1e-5", "--lr-decay-iters 99"],
+    f"{CONSTANT} --train-samples 999": ["--lr-decay-samples 99"],
+    COSINE: ["--lr-wsd-decay-style cosine", "--lr-wsd-decay-iters 9"],
+    TENSORWISE: ["--fp8-amax-history-len 1024", "--fp8-amax-compute-algo most_recent", "--fp8-margin 1"],
+    LEARNED: [
+        *("--rotary-base 500000", "--rotary-percent 0.5", "--rotary-interleaved", "--use-rope-scaling"),
+        "--rotary-seq-len-interpolation-factor 2",
+    ],
+    ROPE: ["--rope-scaling-factor 4", "--rotary-scaling-factor 4", "--mscale 0.7", "--yarn-beta-fast 16"],
+    EXPERTS: [
+        *("--moe-router-bias-update-rate 1e-2", "--moe-token-drop-policy position", "--moe-shared-expert-gate"),
+        "--moe-token-dispatcher-type alltoall",
+    ],
+    f"{BASE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1": [
+        "--recompute-modules mlp"
+    ],
+    "--fp16 --mock-data --vocab-size 512 --loss-scale 1024": ["--loss-scale-window 500"],
+    f"{BASE} --optimizer sgd": ["--adam-beta2 0.95"],
+}
+
+
+@pytest.mark.parametrize(("beside", "flag"), [(beside, flag) for beside, flags in UNUSED.items() for flag in flags])
+def test_what_megatron_parses_and_does_not_use_is_a_note(beside: str, flag: str) -> None:
+    """One line names the flag. Everything else is as without it."""
+    line, without = parse_command_line(f"{beside} {flag}".split()), parse_command_line(beside.split())
+    (note,) = set(line.notes) - set(without.notes)
+    name = flag.split()[0].removeprefix("--").replace("-", "_").removeprefix("no_")
+    assert name in note.replace("-", "_") and "no effect" in note
+    check_config(line.config, 1, on_this_machine=False)
+    others = {"split", "mmap_bin_files", "eval_iters"}  # of what nothing reads: `unread_settings`
+    if name not in others:
+        assert line.config == without.config
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--save-interval 9", "save_interval(9) needs a folder to save into; give --save"),
-        ("--save-retain-interval 9", "save_retain_interval(9) needs a folder to save into; give --save"),
-        ("--non-persistent-save-interval 9", "non_persistent_save_interval(9) needs a folder to save into; give"),
-        ("--async-save", "async_save(True) needs a folder to save into; give --save"),
-        ("--no-save-optim", "no_save_optim has no effect without save; give --save"),
-        ("--no-save-rng", "no_save_rng has no effect without save; give --save"),
+        ("--finetune", "finetune takes weights from load, which is not given; give --load"),
+        ("--use-checkpoint-args", "use_checkpoint_args takes settings from load, which is not given; give --load"),
+        ("--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
+        ("--expert-model-parallel-size 2", "expert_model_parallel_size(2) has no effect without num_experts"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "num_virtual_stages_per_pipeline_rank(2) needs pipeline stages"),
+        ("--loss-scale 8", "loss_scale(8.0) has no effect under precision(bf16)"),
+        ("--full-validation --eval-interval 0 --data-path a --no-mock-data", "full_validation(True) has no effect"),
+        ("--keep-last 2", "keep_last(2) has no effect without save; drop it or give --save"),
     ],
 )
-def test_saving_without_a_folder_is_an_error(flags: str, problem: str) -> None:
-    """Hours later nothing would have been saved."""
-    line = parse_command_line(["--bf16", "--mock-data", "--vocab-size", "512", *flags.split()])
+def test_an_error_stays_where_the_run_would_be_another(flags: str, problem: str) -> None:
+    """Than the words say. Of this project's own settings no script knows that they do nothing."""
+    words = f"{BASE} --tokenizer-type NullTokenizer {flags}".split()
     with pytest.raises(ConfigError) as error:
-        check_config(line.config, 1)
+        check_config(parse_config(words), 2)
     assert problem in str(error.value)
 
 

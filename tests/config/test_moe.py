@@ -80,7 +80,6 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
         ("--moe-layer-freq 0", "moe_layer_freq(0) is neither"),
         ("--moe-layer-freq [0]*4", "moe_layer_freq([0]*4) leaves no layer with experts"),
         ("--no-disable-bias-linear", "experts have no biases; give --disable-bias-linear"),
-        ("--moe-shared-expert-gate", "moe_shared_expert_gate has no effect alone"),
         ("--moe-router-topk 9", "moe_router_topk(9) > num_experts(8)"),
         ("--moe-router-topk 1", "moe_router_topk(1): the softmax of one score is 1"),
         ("--moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),
@@ -100,7 +99,6 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
             "--moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1.0",
             "load_balancing_type(sinkhorn) does not read moe_expert_capacity_factor",
         ),
-        ("--moe-token-drop-policy position", "moe_token_drop_policy(position) has no effect without moe_expert_cap"),
         ("--moe-router-load-balancing-type quantile_balancing", "there is no quantile balancing"),
         (
             "--moe-router-load-balancing-type aux",
@@ -160,7 +158,6 @@ def test_tokens_sent_to_their_experts_alone_are_not_recorded(kind: str, size: in
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--moe-router-topk 4", "moe_router_topk(4) has no effect without num_experts; drop it or give --num-experts"),
         ("--expert-model-parallel-size 2", "expert_model_parallel_size(2) has no effect without num_experts"),
         *(
             (f"--recompute-activations --recompute-modules {module} core_attn", f"modules({module}) is for experts")

@@ -139,7 +139,6 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage "
             "num_virtual_stages_per_pipeline_rank(2) does not divide the 9 layers of stage 0",
         ),
         (1, VIRTUAL, "num_virtual_stages_per_pipeline_rank(2) needs pipeline stages"),
-        (2, PP2 + GROUP + "2", "microbatch_group_size_per_virtual_pipeline_stage(2) is for virtual stages, and"),
         (4, PP4 + VIRTUAL + "--num-layers 8 " + GROUP + "3", "(3) is not between pipeline_model_parallel_size(4)"),
         (4, PP4 + VIRTUAL + "--num-layers 8 " + GROUP + "6", "(6) leaves 2 of 8 micro-batches to the last group"),
         (4, PP4 + VIRTUAL + "--num-layers 8 --global-batch-size 24", "in groups of pipeline_model_parallel_size(4)"),

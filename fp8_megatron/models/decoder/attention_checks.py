@@ -59,8 +59,6 @@ def _flash_problems(name: str, width: int) -> Iterator[str]:
 def _window_problems(config: Config) -> Iterator[str]:
     model, text = config.model, config.model.window_attn_skip_freq
     if model.window_size is None:
-        if text is not None:
-            yield f"window_attn_skip_freq({text}) has no effect without window_size; give both"
         return
     try:
         left, right = window_sizes(model.window_size)

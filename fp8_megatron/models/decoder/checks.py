@@ -45,8 +45,6 @@ def _head_problems(config: Config) -> Iterator[str]:
                 f"num_query_groups({groups}) % tensor_model_parallel_size({tp}) = {groups % tp}; "
                 f"choose a multiple of {tp}, or a smaller tensor_model_parallel_size"
             )
-    elif model.num_query_groups not in (1, heads):  # a group for each head is what there is anyway
-        yield f"num_query_groups({model.num_query_groups}) has no effect alone; add --group-query-attention"
     if model.max_position_embeddings is not None and model.max_position_embeddings < model.seq_length:
         yield (
             f"max_position_embeddings({model.max_position_embeddings}) < seq_length({model.seq_length}); "

@@ -56,8 +56,6 @@ def _layer_problems(config: Config) -> Iterator[str]:
         )
     if not model.disable_bias_linear:
         yield "num_experts: experts have no biases; give --disable-bias-linear, and --add-qkv-bias to keep attention's"
-    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
-        yield "moe_shared_expert_gate has no effect alone; give --moe-shared-expert-intermediate-size, or drop it"
 
 
 def _parallel_problems(config: Config) -> Iterator[str]:
