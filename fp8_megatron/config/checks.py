@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ..errors import UserError
 from ..models.registry import architecture_of
 from ..storage import FP8_GEMM_MULTIPLE, GradReduceMode, StorageDtype
+from .batch_schedule import BatchSchedule
 from .fields import limit_problems
 from .ignored import ignored_settings
 from .pipeline_checks import interleaving_problems, layout_problem, recompute_problem
@@ -135,16 +136,37 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     num_micro_batches = config.num_micro_batches(world_size)
     if uneven is None:
         yield from interleaving_problems(batches, config, world_size, first)
+    yield from _check_eval_batch(config, world_size)
     yield from _check_reduction(config)
     yield from _check_weight_grad_scaling(config)
     yield from _check_transpose_cache(config, num_micro_batches)
     yield from _check_release(config, num_replicas, num_micro_batches)
 
 
+def _check_eval_batch(config: Config, world_size: int) -> Iterator[str]:
+    """Check that ranks and pipeline stages can share a batch of --eval-global-batch-size."""
+    batch = config.training.eval_global_batch_size
+    if batch is None:
+        return
+    batches = BatchSchedule.constant(batch)
+    problem = batch_problem(batches, config, world_size)
+    if problem is not None:
+        yield f"eval_{problem}"
+    else:
+        problems = interleaving_problems(batches, config, world_size)
+        yield from (f"with eval_global_batch_size({batch}) {line}" for line in problems)
+
+
 def _check_expert_ranks(config: Config, world_size: int) -> Iterator[str]:
     """Check that the ranks of each stage hold whole copies of its experts."""
     parallel = config.parallel
     ep, tp, pp = parallel.expert_model_parallel_size, parallel.expert_tensor_size, parallel.pipeline_model_parallel_size
+    others = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    if config.model.num_experts is not None and parallel.use_tp_pp_dp_mapping and pp > 1 and tp * ep != others:
+        yield (
+            f"use_tp_pp_dp_mapping: expert_tensor_parallel_size({tp}) × expert_model_parallel_size({ep}) = {tp * ep} "
+            f"is not tensor_model_parallel_size × context_parallel_size = {others}; choose sizes that agree, or drop it"
+        )
     if config.model.num_experts is not None and world_size % (tp * ep * pp):
         yield (
             f"expert_tensor_parallel_size({tp}) × expert_model_parallel_size({ep}) × pipeline_model_parallel_size({pp})"

@@ -52,6 +52,7 @@ Positive = Annotated[float, Ge(MIN_REAL), Le(MAX_REAL)]
 NotNegative = Annotated[float, Ge(0), Le(MAX_REAL)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 UpToOne = Annotated[float, Gt(0), Le(1)]
+Share = Annotated[float, Ge(0), Le(1)]
 AtLeastOne = Annotated[float, Ge(1), Le(MAX_REAL)]
 Bound = Ge | Gt | Le | Lt
 #: Kind of bound → (its attribute, the comparison that a value must pass, the bound in words).

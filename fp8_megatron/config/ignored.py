@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from ..update_rules import RULES, RuleEntry
 from .fields import limit_problems
+from .fim import FimConfig
 from .megatron_flags import megatron_options
 from .model import SETTINGS_WITHOUT_YARN, YARN_SETTINGS
 from .moe import MoeConfig
@@ -246,7 +247,7 @@ _RULES = (
             " ".join(_own_settings(rule)),
             *(
                 "optimizer",
-                tuple(name for name, other in RULES.items() if not rule.settings.keys() <= other.settings.keys()),
+                tuple(name for name, other in RULES.items() if not rule.settings.items() <= other.settings.items()),
                 f"choose --optimizer {chosen}",
             ),
         )
@@ -265,6 +266,13 @@ _RULES = (
         _DECAYS,
         "choose --lr-decay-style WSD",
     ),
+    Ignored(
+        " ".join(each.name for each in fields(FimConfig) if each.name != "fim_data"),
+        *("fim_data", (False,), "give --fim-data"),
+    ),
+    Ignored("fim_fragment_rate", "fim_split_sample", (None,), "give --fim-split-sample"),
+    Ignored("fim_data", "mock_data", (True,), "give --data-path instead"),
+    Ignored("fim_data", "sft", (True,), "drop --sft"),
     Ignored(_ENDS, "mock_data", (True,), "give --data-path instead"),
     Ignored("merge_file", _no_tokenizer_file, (), "give --vocab-file"),
     Ignored(
@@ -292,6 +300,7 @@ _RULES = (
         "non_persistent_ckpt_type",
         *("non_persistent_save_interval", (None,), "give --non-persistent-save-interval"),
     ),
+    Ignored("eval_global_batch_size", _no_validation, (), "give --eval-interval"),
     # Nothing would validate.
     Ignored("full_validation", _no_validation, (), "give --eval-interval", is_error=True),
     Ignored("data_sharding", "dataloader_type", ("single",), "give --dataloader-type cyclic"),

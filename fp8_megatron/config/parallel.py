@@ -59,6 +59,10 @@ class ParallelConfig:
     pipeline_model_parallel_layout: str | None = None
     """Every stage in Megatron's notation, instead of the flags above: E embedding, t layer, L loss, | next stage, *
     repetition (Ettt|(tttt|)*2,tttL). More stages than --pipeline-model-parallel-size are virtual stages."""
+    use_tp_pp_dp_mapping: bool = False
+    """On: ranks are numbered along tensor, context, pipeline and then data parallel, so that the stages of a replica
+    are neighbours; the ranks of experts, expert-tensor × expert, are as many as tensor × context. Off: along data
+    parallel before pipeline."""
     sequence_parallel: bool = False
     """Shard norms, dropouts and residuals over the sequence inside a tensor-parallel group."""
     overlap_grad_reduce: bool = True
@@ -94,7 +98,29 @@ class ParallelConfig:
     def expert_tensor_size(self) -> int:
         """Ranks that share each expert, with the default filled in."""
         size = self.expert_tensor_parallel_size
-        return self.tensor_model_parallel_size if size is None else size
+        if size is not None:
+            return size
+        # megatron-core numbers experts' ranks in the same order, and wants as many replicas of them as of the rest.
+        has_larger = self.use_tp_pp_dp_mapping and self.expert_model_parallel_size == 1
+        return self.tensor_model_parallel_size * (self.context_parallel_size if has_larger else 1)
+
+    @property
+    def rank_order(self) -> str:
+        """In which order ranks are numbered, the fastest first, in megatron-core's words."""
+        return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+
+    def first_rank_of(self, stage: int, world_size: int) -> int:
+        """The first rank of a pipeline stage."""
+        return stage * self._ranks_before_the_next_stage(world_size)
+
+    def stage_of(self, rank: int, world_size: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // self._ranks_before_the_next_stage(world_size) % self.pipeline_model_parallel_size
+
+    def _ranks_before_the_next_stage(self, world_size: int) -> int:
+        if self.use_tp_pp_dp_mapping:
+            return self.tensor_model_parallel_size * self.context_parallel_size
+        return world_size // self.pipeline_model_parallel_size
 
     @property
     def expert_ranks(self) -> int:

@@ -37,6 +37,7 @@ def _check_data(config: Config) -> Iterator[str]:
     yield from _check_evaluation_data(config)
     yield from _check_validation_sets(config)
     yield from _check_conversations(data)
+    yield from _check_fim(data)
     if data.tokenizer_kind == "NullTokenizer" or data.has_no_tokenizer:
         if model.vocab_size is None:
             reason = "mock_data" if data.mock_data else "tokenizer_type(NullTokenizer)"
@@ -48,6 +49,15 @@ def _check_data(config: Config) -> Iterator[str]:
                 yield f"tokenizer_type(GPT2BPETokenizer) needs {name}; give {flag_name(name)}"
     elif data.tokenizer_model is None:
         yield f"tokenizer_type({data.tokenizer_kind}) needs tokenizer_model; give --tokenizer-model"
+
+
+def _check_fim(data: DataConfig) -> Iterator[str]:
+    if not data.fim_data:
+        return
+    if data.tokenizer_kind == "NullTokenizer":
+        yield "fim_data cuts text, and tokenizer_type(NullTokenizer) has none; choose another --tokenizer-type"
+    if data.fim_split_sample is not None and data.fim_fragment_rate is None:
+        yield f"fim_split_sample({data.fim_split_sample}) needs fim_fragment_rate; give --fim-fragment-rate 0.5"
 
 
 def _check_conversations(data: DataConfig) -> Iterator[str]:

@@ -23,6 +23,7 @@ from .fields import (
     Samples,
     Threads,
 )
+from .fim import FimConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
@@ -49,7 +50,7 @@ MIN_CUDA_GRAPH_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(FimConfig):
     """The source of tokens."""
 
     data_path: tuple[str, ...] = ()
@@ -161,6 +162,8 @@ class TrainingConfig:
     """Steps between validations. One more validation and the test follow at the end. 0: no validation, no test."""
     eval_iters: CountOrZero = 100
     """Global batches in one validation. The next one reads the batches behind them, as in Megatron."""
+    eval_global_batch_size: BatchSize | None = None
+    """Sequences in one batch of a validation, over all ranks. Default: those of a step."""
     eval_fixed_samples: bool = False
     """On: every validation reads the same batches, the first ones."""
     full_validation: bool = False
@@ -353,6 +356,10 @@ class Config:
     def global_batch_size(self, world_size: int) -> int:
         """Samples per step over all ranks; of a batch that grows, the largest."""
         return self.batch_schedule(world_size).largest
+
+    def eval_global_batch_size(self, world_size: int) -> int:
+        """Samples of one batch of a validation over all ranks."""
+        return self.training.eval_global_batch_size or self.global_batch_size(world_size)
 
     @property
     def counts_samples(self) -> bool:

@@ -20,6 +20,7 @@ from ..config.schema import DataConfig
 from ..config.words import flag_name
 from ..errors import UserError
 from .cached_arrays import make_files, map_arrays
+from .fim import FimRule, permuted_sample
 from .indexed import IndexedSummary, check_indexed_dataset, may_have_ends
 from .splits import SPLITS, blends_of_splits, builder_sources, cache_folder, process_group, remedies
 from .token_files import Blend
@@ -32,6 +33,22 @@ class CachedGPTDataset(GPTDataset):
     def _build_document_sample_shuffle_indices(self) -> Any:
         build = super()._build_document_sample_shuffle_indices
         return _indices(self, self.index_split.name, ("document_index", "sample_index", "shuffle_index"), build)
+
+
+class FimGPTDataset(CachedGPTDataset):
+    """Samples whose documents are cut for fill-in-the-middle, by the rule of its `FimDatasetConfig`."""
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> Any:
+        query = super()._query_document_sample_shuffle_indices(idx)
+        assert self.config.fim is not None
+        return permuted_sample(self.config.fim, self.config.random_seed, idx, query)
+
+
+@dataclass
+class FimDatasetConfig(GPTDatasetConfig):
+    """megatron-core's settings of a dataset, and what is cut; None: nothing."""
+
+    fim: FimRule | None = None
 
 
 class CachedBlend(BlendedDataset):
@@ -182,7 +199,7 @@ def build_datasets(
     _check_ends(data, files, tokenizer.eod)
     config = _gpt_dataset_config(data, blends, sizes, seq_length, seed, tokenizer)
     _check_enough_text(data, config, blends, files)
-    builder = DatasetBuilder(CachedGPTDataset, list(sizes), lambda: True, config)
+    builder = DatasetBuilder(_kind(data), list(sizes), lambda: True, config)
     with process_group():
         datasets = builder.build()
     if data.dataloader_type == "single":
@@ -207,7 +224,7 @@ def build_validation_sets(
         config = _gpt_dataset_config(data, alone, sizes, seq_length, seed, tokenizer)
         _check_enough_text(data, config, alone, files)
         with process_group():
-            dataset = DatasetBuilder(CachedGPTDataset, [0, None, 0], lambda: True, config).build()[1]
+            dataset = DatasetBuilder(_kind(data), [0, None, 0], lambda: True, config).build()[1]
         found.append(dataset)
     return found
 
@@ -233,10 +250,11 @@ def _gpt_dataset_config(
     seq_length: int,
     seed: int,
     tokenizer: Tokenizer,
-) -> GPTDatasetConfig:
+) -> FimDatasetConfig:
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend.prefixes})
     paths = [Path(prefix + extension).resolve() for prefix in prefixes for extension in (".bin", ".idx")]
-    config = GPTDatasetConfig(
+    config = FimDatasetConfig(
+        fim=FimRule.of(data, tokenizer) if data.fim_data else None,
         random_seed=seed,
         sequence_length=seq_length,
         path_to_cache=str(cache_folder(paths, data.data_cache_path, kind="index")),
@@ -253,6 +271,10 @@ def _gpt_dataset_config(
         # Drop splits without samples: the builder counts a split's epochs, and never ends if it has no documents.
         config.split_matrix = [part if size else None for part, size in zip(config.split_matrix, sizes, strict=True)]
     return config
+
+
+def _kind(data: DataConfig) -> type[CachedGPTDataset]:
+    return FimGPTDataset if data.fim_data else CachedGPTDataset
 
 
 def _check_one_pass(
@@ -273,7 +295,7 @@ def _check_one_pass(
 
 
 def _check_enough_text(
-    data: DataConfig, config: GPTDatasetConfig, blends: Sequence[Blend | None], files: dict[str, IndexedSummary]
+    data: DataConfig, config: FimDatasetConfig, blends: Sequence[Blend | None], files: dict[str, IndexedSummary]
 ) -> None:
     """Raise UserError if a file of a needed split has less text than one sample."""
     needed = config.sequence_length + 1

@@ -47,6 +47,15 @@ class Tokenizer(ABC):
         """Token ids of a text that goes on: without tokens that the tokenizer puts behind a text."""
         return self.encode(text)
 
+    def encode_part(self, text: str) -> list[int]:
+        """Token ids of a piece of a text: without tokens that the tokenizer puts around a text."""
+        return self.encode(text)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of one token by its name; None if there is none of this name."""
+        ids = self.encode_part(token)
+        return ids[0] if len(ids) == 1 else None
+
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, in order. Uses one thread, because callers run one process per core."""
@@ -104,6 +113,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([int(token) for token in ids])
+
+    def token_id(self, token: str) -> int | None:
+        token_id = self._processor.piece_to_id(token)
+        return None if token_id == self._processor.unk_id() else token_id
 
     def _is_wordwise(self) -> bool:
         """Whether encoding word by word is exact: no normalisation, nothing added, and no piece crosses words."""

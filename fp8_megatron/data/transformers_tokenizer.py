@@ -141,6 +141,10 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = self.encode(text)
         return ids[: len(ids) - self._num_behind()]
 
+    def encode_part(self, text: str) -> list[int]:
+        with self._limited(seconds_for(len(text))):
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     def _num_behind(self) -> int:
         """How many tokens are put behind a text."""
         plain, around = self._tokenizer("a", add_special_tokens=False)["input_ids"], self.encode("a")

@@ -189,6 +189,7 @@ def unmeasured(config: Config, *, world_size: int, gpus_per_node: int, rates: Gp
         text
         for text, applies in (
             ("more than one node", world_size > gpus_per_node),
+            ("stages before replicas", config.parallel.use_tp_pp_dp_mapping),
             ("tensor or context parallelism on H100", exchanges and rates is H100),
             ("more than two virtual stages on each rank", (config.pipeline_layout.virtual_size or 1) > 2),
             (f"tensor-parallel size {tp}", tp > max(H200.nccl_exchange)),

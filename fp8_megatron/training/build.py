@@ -258,15 +258,15 @@ def build_loss_scale(config: Config, device: torch.device) -> LossScale | None:
 def slot_names_of_ranks(state: TrainingState) -> SlotNames:
     """The names of every rank's delayed scales, for messages. Collective over the pipeline's ranks.
 
-    megatron-core counts ranks stage by stage, and ranks of a stage have the same layers.
+    Ranks of a stage have the same layers.
     """
     topology = state.topology
     own = [[] if history is None else history.suspects for history in state.histories]
     stages = [own] * topology.pp.size()
     if topology.pp.size() > 1:
         torch.distributed.all_gather_object(stages, own, group=topology.pp)
-    ranks_a_stage = topology.world_size // topology.pp.size()
-    return lambda rank, chunk: stages[rank // ranks_a_stage][chunk]
+    parallel = state.config.parallel
+    return lambda rank, chunk: stages[parallel.stage_of(rank, topology.world_size)][chunk]
 
 
 def build_replica_check(state: TrainingState) -> ReplicaCheck | None:

@@ -136,7 +136,7 @@ def _joining(config: Config, world_size: int, stage: int) -> Callable[[timedelta
     import torch.distributed._tools.fake_collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)
+    rank = config.parallel.first_rank_of(stage, world_size)
 
     def join(timeout: timedelta) -> None:
         torch.distributed.init_process_group(

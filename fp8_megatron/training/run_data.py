@@ -92,7 +92,7 @@ class RunData:
     def samples_of_a_validation(self) -> int:
         """Samples by which a validation moves the place of the next one."""
         training = self.config.training
-        return training.eval_iters * self.config.global_batch_size(self.topology.world_size) * training.moves_on
+        return training.eval_iters * self.config.eval_global_batch_size(self.topology.world_size) * training.moves_on
 
     def validated_samples(self, progress: Progress) -> int:
         """Samples of the validations before `progress`.
@@ -111,7 +111,7 @@ class RunData:
             consumed_samples: where they begin. A whole split is read from its start.
         """
         if split == "valid" and self.validation_sets:
-            batch = self.config.global_batch_size(self.topology.world_size)
+            batch = self.config.eval_global_batch_size(self.topology.world_size)
             for name, dataset in self.validation_sets.items():
                 num_batches = -(-len(dataset) // batch)  # type: ignore[arg-type]  # map-style datasets have a length
                 whole = MaskedTail(dataset, num_batches * batch)
@@ -222,7 +222,7 @@ def open_run_data(config: Config, topology: Topology, progress: Progress | None 
     """
     tokenizer = load_tokenizer(config)
     training = config.training
-    batch = config.global_batch_size(topology.world_size)
+    batch = config.eval_global_batch_size(topology.world_size)
     evaluates = training.validates and training.eval_iters > 0
     has_test = bool(config.data.test_data_path) or (
         bool(config.data.data_path) and float(config.data.split.split(",")[-1]) > 0

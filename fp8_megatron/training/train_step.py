@@ -181,8 +181,10 @@ def evaluate(
     weights = torch.zeros(1, device=state.device)
     requests: HostCopy | None = None
     stop = None
+    samples = state.config.eval_global_batch_size(state.topology.world_size)
+    num_micro_batches = samples // state.samples_per_micro_batch
     for _ in range(num_batches):
-        batches = take_step(loader, state.num_micro_batches, state.device)
+        batches = take_step(loader, num_micro_batches, state.device)
         mean_tokens = _mean_tokens(batches, state) if over_tokens else None
         losses = run_schedule(state, batches, mean_tokens, forward_only=True)
         # Over tokens, a batch counts by its tokens.

@@ -26,6 +26,7 @@ def problems(config: Config, world_size: int) -> list[str]:
     return []
 
 
+EVALUATES = "--eval-interval 5"
 TOKENS = "--no-mock-data --data-path a --tokenizer-type NullTokenizer"
 YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
 FP8_ATTENTION = "--fp8-dot-product-attention --attention-dropout 0 --fp8-recipe delayed --kv-channels 128 "
@@ -330,6 +331,19 @@ FULL = "--recompute-granularity full "
         (1, "--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
         (1, "--load here --ckpt-step 0", "ckpt_step(0) is out of range"),
         (1, "--finetune", "finetune takes weights from load, which is not given; give --load"),
+        (
+            *(2, f"{EVALUATES} --micro-batch-size 4 --eval-global-batch-size 12"),
+            "eval_global_batch_size(12) is not a multiple of micro_batch_size(4) × data-parallel size(2) = 8; choose 8",
+        ),
+        (
+            *(2, f"{EVALUATES} {VIRTUAL4} --micro-batch-size 1 --eval-global-batch-size 3"),
+            "with eval_global_batch_size(3) the interleaved schedule",
+        ),
+        (1, f"{TOKENS} --vocab-size 512 --fim-data", "fim_data cuts text, and tokenizer_type(NullTokenizer) has none"),
+        (
+            *(1, "--no-mock-data --data-path a --tokenizer-model m --fim-data --fim-split-sample x"),
+            "fim_split_sample(x) needs fim_fragment_rate; give --fim-fragment-rate 0.5",
+        ),
         # the tokens' split
         (1, "--split 0,2", "split(0,2,0) is not three weights"),
         (1, "--split a,b,c", "split(a,b,c) is not three weights"),

@@ -169,3 +169,12 @@ def test_without_experts_their_flags_are_errors(flags: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_config(parse_config(f"--mock-data --vocab-size 1024 {flags}".split()), 1)
     assert said in str(error.value)
+
+
+def test_experts_of_stages_that_are_neighbours_take_all_ranks_of_a_replica() -> None:
+    flags = (
+        "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --global-batch-size 16 --expert-model-parallel-size"
+    )
+    with pytest.raises(ConfigError, match=r"= 4 is not tensor_model_parallel_size × context_parallel_size = 1; choose"):
+        check_config(config_of(f"{flags} 4"), 8, on_this_machine=False)
+    check_config(config_of(f"{flags} 1"), 8, on_this_machine=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -102,6 +103,24 @@ def test_more_stages_than_ranks_are_virtual() -> None:
     assert layout is not None and layout.virtual_size == 2 and not layout.is_even
     assert layout.chunks == ((range(1), range(3, 5)), (range(1, 3), range(5, 6)))
     assert layout.layers_of(1) == [1, 2, 5]
+
+
+@pytest.mark.parametrize("flag", ["", " --use-tp-pp-dp-mapping"])
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 4), (1, 1, 8)])
+def test_ranks_are_numbered_as_megatron_core_numbers_them(sizes: tuple[int, int, int], flag: str) -> None:
+    tp, cp, pp = sizes
+    names = ("tensor-model-parallel", "context-parallel", "pipeline-model-parallel")
+    flags = [f"--{name}-size {size}" for name, size in zip(names, sizes, strict=True)]
+    parallel = parse_config(f"{' '.join(flags)}{flag}".split()).parallel
+    world_size = 32
+    dp = world_size // (tp * cp * pp)
+    groups = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=parallel.rank_order).get_ranks("pp")
+    assert len(groups) == tp * cp * dp
+    for group in groups:
+        assert [parallel.stage_of(rank, world_size) for rank in group] == list(range(pp))
+    assert [parallel.first_rank_of(stage, world_size) for stage in range(pp)] == groups[0]
+    # megatron-core wants as many replicas of experts as of the rest, where data parallel is the last.
+    assert parallel.expert_tensor_size == (tp * cp if flag else tp)
 
 
 PP2 = "--pipeline-model-parallel-size 2 "

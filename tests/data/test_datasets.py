@@ -87,13 +87,13 @@ def test_settings_of_ends_that_no_document_has_are_refused(write_tokens, name):
 def test_how_files_are_read_changes_no_sample(write_tokens, tmp_path, monkeypatch):
     """Mapped or read, indices built by one thread or four; both settings reach megatron-core."""
     blend = ("0.4", write_tokens("a", counting(30, 50)), "0.6", write_tokens("b", counting(30, 50, start=2000)))
-    made, plain = [], datasets_module.GPTDatasetConfig
+    made, plain = [], datasets_module.FimDatasetConfig
 
     def config(**settings):
         made.append((settings["mmap_bin_files"], settings["num_dataset_builder_threads"]))
         return plain(**settings)
 
-    monkeypatch.setattr(datasets_module, "GPTDatasetConfig", config)
+    monkeypatch.setattr(datasets_module, "FimDatasetConfig", config)
     samples = []
     for mapped, threads in ((True, 1), (False, 4)):
         settings = {"mmap_bin_files": mapped, "num_dataset_builder_threads": threads, "data_path": blend}

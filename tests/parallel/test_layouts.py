@@ -74,6 +74,7 @@ LAYOUTS = {
             microbatch_group_size_per_virtual_pipeline_stage=4,
         ),
     ),
+    "pp2_dp2_neighbours": (4, ParallelConfig(pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True)),
     "pp2_empty": (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*2||t|tL")),
 }
 

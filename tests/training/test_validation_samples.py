@@ -43,7 +43,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Rows]:
     evaluated: list[Rows] = []
 
     def evaluate(state: Any, loader: Iterator[Any], num_batches: int, **settings: Any) -> Any:
-        taken = [next(loader) for _ in range(num_batches * state.num_micro_batches)]
+        num_micro_batches = state.config.eval_global_batch_size(1) // state.samples_per_micro_batch
+        taken = [next(loader) for _ in range(num_batches * num_micro_batches)]
         evaluated.append([row for batch in taken for row in batch["tokens"].tolist()])
         return plain(state, iter(taken), num_batches, **settings)
 
@@ -61,10 +62,10 @@ def blend(folder: Path) -> list[str]:
     return ["0.3", str(folder / "a"), "0.7", str(folder / "b")]
 
 
-def megatrons(words: list[str], cache: Path, *, num_evaluations: int) -> list[Rows]:
+def megatrons(words: list[str], cache: Path, *, num_evaluations: int, batch: int = BATCH) -> list[Rows]:
     """Validation samples of each evaluation in Megatron: its `get_train_valid_test_num_samples`, one iterator."""
     config = blend_config(words, cache, seq_length=SEQ_LENGTH, split="60,40,0")
-    each = EVAL_ITERS * BATCH
+    each = EVAL_ITERS * batch
     sizes = [8 * BATCH, (8 // 3 + 1) * each, 0]
     with process_group():
         valid = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[1]
@@ -88,6 +89,12 @@ def test_each_validation_reads_megatrons_next_samples(tmp_path: Path, seen: list
         fit(folder, data_path=words, save=folder / "saved", exit_interval=halt)
         fit(folder, data_path=words, save=folder / "saved", load=folder / "saved")
         assert seen == expected, halt
+
+
+def test_a_validation_may_have_a_batch_of_its_own(tmp_path: Path, seen: list[Rows]) -> None:
+    words = blend(tmp_path)
+    fit(tmp_path / "run", data_path=words, eval_global_batch_size=2 * BATCH)
+    assert seen == megatrons(words, tmp_path / "megatrons", num_evaluations=3, batch=2 * BATCH)
 
 
 def test_fixed_samples_are_the_first_of_their_own(tmp_path: Path, seen: list[Rows]) -> None:
