@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Parquet files, as public corpora are published, as JSON lines: one document a row.
+"""Parquet and Arrow files, as public corpora are published, as JSON lines: one document a row.
 
     python tools/parquet_to_jsonl.py --input part-0.parquet part-1.parquet --output corpus.jsonl --json-keys text
+
+An input may also be a folder of such files, as `datasets` saves them, or a pattern in quotes.
 
 Rows are read in groups, so memory does not grow with the files. Other columns are left out, and so are rows without
 text. `fp8-megatron preprocess` reads the output; a name that ends in .gz is compressed.
@@ -15,6 +17,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,6 +28,7 @@ if importlib.util.find_spec("fp8_megatron") is None:  # a clone that is not inst
 
 from fp8_megatron.commands.arguments import Parser, nonempty, output_file
 from fp8_megatron.commands.program import exit_status
+from fp8_megatron.data.documents import COLUMN_SUFFIXES, input_files
 from fp8_megatron.errors import UserError
 from fp8_megatron.outputs import writing_to
 
@@ -40,21 +44,42 @@ def rows(path: Path, keys: Sequence[str]) -> Iterator[dict[str, str | None]]:
         UserError: it cannot be read, a column is missing or holds no text, or pyarrow is not installed.
     """
     try:
-        from pyarrow import ArrowException, parquet, types
+        from pyarrow import ArrowException, types
     except ImportError as error:
-        raise UserError(f"input {path} is Parquet: pip install pyarrow") from error
+        raise UserError(f"input {path} is Parquet or Arrow: pip install pyarrow") from error
     try:
-        with parquet.ParquetFile(path) as file:
-            columns = {field.name: field.type for field in file.schema_arrow}
+        with _opened(path) as (schema, batches):
+            columns = {field.name: field.type for field in schema}
             for key in keys:
                 if key not in columns:
                     raise UserError(f'{path}: no column "{key}" (it has {sorted(columns)}; see --json-keys)')
                 if not (types.is_string(columns[key]) or types.is_large_string(columns[key])):
                     raise UserError(f'{path}: column "{key}" is {columns[key]}, expected strings')
-            for batch in file.iter_batches(batch_size=_ROWS, columns=list(keys)):
+            for batch in batches(list(keys)):
                 yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
         raise UserError(f"input {path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Iterator[Any]]]]:
+    """A file's schema, and its record batches with some columns. Arrow files are streams, as `datasets` writes them, or
+    have the file format."""
+    from pyarrow import ArrowInvalid, ipc, memory_map, parquet
+
+    if path.suffix != ".arrow":
+        with parquet.ParquetFile(path) as file:
+            yield file.schema_arrow, lambda keys: file.iter_batches(batch_size=_ROWS, columns=keys)
+        return
+    with memory_map(str(path)) as source:
+        try:
+            stream = ipc.open_stream(source)
+        except ArrowInvalid:
+            reader = ipc.open_file(source)
+            numbers = range(reader.num_record_batches)
+            yield reader.schema, lambda keys: (reader.get_batch(number).select(keys) for number in numbers)
+        else:
+            yield stream.schema, lambda keys: (batch.select(keys) for batch in stream)
 
 
 def write_lines(inputs: Sequence[Path], keys: Sequence[str], output: Path) -> tuple[int, int]:
@@ -83,11 +108,13 @@ def write_lines(inputs: Sequence[Path], keys: Sequence[str], output: Path) -> tu
 def main(words: Sequence[str] | None = None) -> int:
     """Exit status."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, type=nonempty, metavar="FILE", help=".parquet files")
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=nonempty, metavar="FILE", help=".parquet or .arrow, or folders"
+    )
     parser.add_argument("--output", required=True, type=output_file, metavar="FILE", help=".jsonl or .jsonl.gz")
     parser.add_argument("--json-keys", nargs="+", default=["text"], type=nonempty, metavar="KEY", help="columns (text)")
     own = parser.parse_args(words)
-    inputs = [Path(name) for name in own.input]
+    inputs = [Path(name) for name in input_files(own.input, of_folders=COLUMN_SUFFIXES)]
     for path in inputs:
         if not path.is_file():
             raise UserError(f"input {path} does not exist")

@@ -31,7 +31,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config.schema import DataConfig, TokenizerType
-from ..data.documents import RawBatch, SentenceSplitter, check_inputs, is_plain_text, parse_batch, read_batches
+from ..data.documents import (
+    RawBatch,
+    SentenceSplitter,
+    check_inputs,
+    input_files,
+    is_plain_text,
+    parse_batch,
+    read_batches,
+)
 from ..data.pools import freeing_nothing_of_the_parent, process_pool, results_in_order
 from ..data.token_writer import PartitionedWriter, TokenizedDocuments
 from ..data.tokenizer import Tokenizer
@@ -210,6 +218,7 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
         language=arguments.lang or "english",
     )
     num_workers = _bounded(arguments.workers)
+    arguments.input = input_files(arguments.input)
     _check_no_flag_is_ignored(arguments)
     report = ProgressReport(check_inputs(arguments.input), arguments.log_interval)
     prefixes = _output_prefixes(arguments.output_prefix, encoding, arguments.overwrite)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from ..data.documents import check_inputs, parse_batch, read_batches
+from ..data.documents import check_inputs, input_files, parse_batch, read_batches
 from ..outputs import check_output_file, write_output
 from .arguments import Parser, file_prefix, nonempty, seed, whole
 from .program import exit_status
@@ -127,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     if output.exists() and not arguments.overwrite:
         raise ValueError(f"{output} exists: give another name, or --overwrite")
     check_output_file(output, "--output")
+    arguments.input = input_files(arguments.input)
     check_inputs(arguments.input)
     start = time.monotonic()
     segments = sample_text(arguments.input, arguments.json_keys, arguments.max_bytes, arguments.seed)

@@ -147,7 +147,8 @@ def translate(words: Sequence[str], own: Collection[str] = ()) -> Translation:
             ours, more = _ours(option, given)
             out += ours
             brought += more
-            if (given and ours[1:] != given) or option.source != "0.20":
+            has_other_name = ours[0] not in option.names and bool(given or more)
+            if (given and ours[1:] != given) or has_other_name or option.source != "0.20":
                 renamed.append(f"{shortened(' '.join((flag, *given)))} is {' '.join(sum(more, ours))} here")
         else:
             problems.append(f"{shortened(' '.join((flag, *given)))} is not supported: {option.note}")

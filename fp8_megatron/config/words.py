@@ -13,6 +13,8 @@ _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)
 #: Digits of a whole number. Far beyond every limit, and below what Python refuses to read.
 _MOST_DIGITS = 300
 _MOST_SHOWN = 80
+#: Of two names, the share of letters in common: ``--tensor-parallel-size`` is near, ``--log-level`` is not.
+_LEAST_LIKENESS, _LEAST_LIKENESS_OF_SHORT, _SHORT = 0.86, 0.8, 6
 #: Linux takes no longer path.
 _MOST_CHARACTERS = 4095
 
@@ -62,8 +64,9 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
-def near_name(name: str, names: Iterable[str], *, cutoff: float = 0.8) -> str | None:
+def near_name(name: str, names: Iterable[str], *, cutoff: float | None = None) -> str | None:
     """The one of `names` that `name` may be a slip for; None if none is nearly spelt so. A mere likeness misleads."""
+    cutoff = cutoff or (_LEAST_LIKENESS if len(name) > _SHORT else _LEAST_LIKENESS_OF_SHORT)
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=cutoff)), None)
 
 

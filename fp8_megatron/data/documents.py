@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from glob import glob, has_magic
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,8 @@ from ..errors import UserError
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
+#: Files of tools/parquet_to_jsonl.py.
+COLUMN_SUFFIXES = (".parquet", ".arrow")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
 
 #: Keys of an object that an error lists.
@@ -62,6 +65,26 @@ class ParsedBatch:
     places: list[str] = field(default_factory=list)
     #: The error of each skipped document.
     errors: list[str] = field(default_factory=list)
+
+
+def input_files(words: Sequence[str], *, of_folders: Sequence[str] = ()) -> list[str]:
+    """The files that words of --input name, in order: patterns (``'data/*.jsonl'``) that the shell has left, and, with
+    suffixes `of_folders`, the files of a folder that have one.
+
+    Raises:
+        UserError: a pattern or a folder has no file.
+    """
+    found: list[str] = []
+    for word in words:
+        path, files = Path(word), [word]
+        if path.is_dir() and of_folders:
+            files = sorted(str(file) for file in path.rglob("*") if file.suffix in of_folders)
+        elif not path.exists() and has_magic(word):
+            files = sorted(glob(word, recursive=True))
+        if not files:
+            raise UserError(f"input {word} has no file: check the path{'' if has_magic(word) else ' of the folder'}")
+        found += files
+    return found
 
 
 def check_inputs(paths: Sequence[str]) -> int:
@@ -204,6 +227,11 @@ def _text_suffix(name: str) -> str:
     """The suffix before a compression suffix: ``.jsonl`` of ``corpus.jsonl.xz``."""
     path = Path(name)
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
+    if suffix in COLUMN_SUFFIXES:
+        raise UserError(
+            f"input {name} has columns: python tools/parquet_to_jsonl.py --input {name} --output corpus.jsonl makes "
+            f"JSON lines of it"
+        )
     if suffix not in JSON_SUFFIXES + TEXT_SUFFIXES:
         raise UserError(
             f"input {name} is of an unknown kind ({suffix or 'no suffix'}): give {', '.join(JSON_SUFFIXES)} for JSON "

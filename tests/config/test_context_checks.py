@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8_megatron.config.checks import ConfigError, check_config
-from fp8_megatron.config.io import parse_config
+from fp8_megatron.config.io import parse_command_line, parse_config
 from fp8_megatron.reporting.flops import layer_flops
 from fp8_megatron.training.graph_choice import choose_graph
 
@@ -76,9 +76,13 @@ def test_documents_need_whole_sequences() -> None:
     assert problems(text + "--context-parallel-size 4 --cp-comm-type a2a") == []
 
 
-def test_other_exchanges_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--cp-comm-type 'a2a\\+p2p' is not one of p2p, all_gather, a2a"):
-        check_config(parse_config([*CP4.split(), "--cp-comm-type", "a2a+p2p"]), 8)
+def test_other_exchanges_are_refused_or_translated() -> None:
+    with pytest.raises(ConfigError, match="--cp-comm-type 'ring' is not one of p2p, all_gather, a2a"):
+        check_config(parse_config([*CP4.split(), "--cp-comm-type", "ring"]), 8)
+    two_rings = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+    line = parse_command_line([*CP4.split(), *two_rings.split()])
+    assert line.config.parallel.cp_comm_type == "p2p"
+    assert "--cp-comm-type a2a+p2p is --cp-comm-type p2p here" in line.notes
 
 
 def test_a_batch_is_of_data_parallel_ranks() -> None:

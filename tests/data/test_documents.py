@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8_megatron.data.documents import check_inputs, parse_batch, read_batches
+from fp8_megatron.data.documents import check_inputs, input_files, parse_batch, read_batches
+from fp8_megatron.errors import UserError
 
 
 def read(*paths: Path, keys=("text",), batch_bytes: int = 64, skip_errors: bool = False, **options: bool):
@@ -168,14 +169,25 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path, line, message):
     assert len(errors) == 1 and "corpus.jsonl:11: " in errors[0]
 
 
+def test_patterns_that_the_shell_has_left_are_read(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "[c].jsonl", "a.txt"):
+        (tmp_path / name).write_text("{}")
+    named = [str(tmp_path / "[c].jsonl"), str(tmp_path / "?.jsonl"), str(tmp_path / "absent.jsonl")]
+    assert input_files(named) == [named[0], str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), named[2]]
+    with pytest.raises(UserError, match=r"\*\.md has no file: check the path"):
+        input_files([str(tmp_path / "*.md")])
+
+
 def test_unusable_inputs_fail_before_reading(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     odd = tmp_path / "corpus.parquet"
     odd.write_bytes(b"x")
+    (tmp_path / "a.csv").write_bytes(b"x")
     for path, message in [
         (empty, r"empty\.jsonl is empty"),
-        (odd, r"unknown kind \(\.parquet\): give \.jsonl"),
+        (odd, r"corpus\.parquet has columns: python tools/parquet_to_jsonl\.py --input .* makes JSON lines of it"),
+        (tmp_path / "a.csv", r"unknown kind \(\.csv\): give \.jsonl"),
         (tmp_path, "is a folder: give files"),
         (tmp_path / "absent.jsonl", "does not exist"),
     ]:

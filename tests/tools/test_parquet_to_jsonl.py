@@ -33,6 +33,29 @@ def test_rows_become_lines_in_order(suffix: str, tmp_path: Path, capsys: pytest.
     assert "3,003 documents, 2 rows without text left out" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_folders_of_arrow_files_and_patterns_are_read(kind: str, tmp_path: Path) -> None:
+    """As `datasets` saves a dataset: streams, here also Arrow's file format."""
+    from pyarrow import ipc
+
+    (tmp_path / "saved").mkdir()
+    for number, texts in enumerate((["one", "two"], ["three"] * 3)):
+        table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+        path = tmp_path / "saved" / f"data-{number}.arrow"
+        opened = ipc.new_stream if kind == "stream" else ipc.new_file
+        with opened(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    for given in (tmp_path / "saved", tmp_path / "saved" / "data-*.arrow"):
+        output = tmp_path / "corpus.jsonl"
+        assert parquet_to_jsonl.main(["--input", str(given), "--output", str(output)]) == 0
+        assert [json.loads(line)["text"] for line in output.read_text().splitlines()] == ["one", "two", *["three"] * 3]
+    for missing in ("no*.arrow", "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match="has no file: check the path"):
+            parquet_to_jsonl.main(["--input", str(tmp_path / missing), "--output", str(output)])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
