@@ -36,6 +36,7 @@ COMMANDS = {
     "health": Command("health", "show a run's FP8 health as one HTML page, or serve it while the run goes on"),
     "parity": Command("parity", "train one configuration at several precision levels, and compare the losses"),
     "plan": Command("plan", "predict the best layouts of a model on a cluster: memory and step time"),
+    "verify": Command("verify", "run a verification card again, and say within what it agrees; or make one"),
 }
 
 

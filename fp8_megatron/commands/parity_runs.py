@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -295,7 +296,11 @@ def origin() -> dict[str, Any]:
     return {
         "commit": _commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "megatron-core": version("megatron-core"),
+        },
     }
 
 

@@ -42,7 +42,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     text = capsys.readouterr().out
     assert exit_info.value.code == 0
-    names = "demo train tokenize preprocess merge convert inspect generate plot health parity plan"
+    names = "demo train tokenize preprocess merge convert inspect generate plot health parity plan verify"
     assert list(COMMANDS) == names.split()
     assert all(f"  {name} " in text and command.help in text for name, command in COMMANDS.items())
 

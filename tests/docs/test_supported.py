@@ -11,6 +11,7 @@ import torch
 import fp8_megatron
 from fp8_megatron.any_model import report
 from fp8_megatron.models.registry import ARCHITECTURES
+from fp8_megatron.update_rules import RULES
 from tests.any_model.architectures import ARCHITECTURES as TRAINED
 from tests.docs.documents import ROOT
 from tests.harness.fp8_models import shard
@@ -79,7 +80,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 def through_initialize(kind: str, level: str) -> list[float]:
     model = build(kind)
     model, optimizer = fp8_megatron.initialize(model, adamw(model), level)
-    assert len(report(model).fp8) >= 8  # both layers' matrices
+    assert len(report(model).fp8) >= 8  # both layers
     return train(model, optimizer)
 
 
@@ -122,3 +123,11 @@ def test_fully_shard(kind: str, ranks: RankPool) -> None:
     first, second = ranks.run(on_default_group, through_fully_shard, kind, num_ranks=2)
     assert first == second
     assert first[-1] == pytest.approx(train(model := build(kind), adamw(model))[-1], rel=0.02)
+
+
+def test_its_optimizers_are_the_registrys() -> None:
+    """`fully_shard` has those whose rule needs no whole matrices."""
+    text = (ROOT / "docs" / "supported.md").read_text()
+    rows = re.findall(r"^\| ([^|]*(?:SGD|Muon)[^|]*) \| yes \| yes \| (\w+) \|", text, flags=re.MULTILINE)
+    doors = {word.lower(): door for row, door in rows for word in row.partition(", with")[0].split(", ")}
+    assert doors == {name: "yes" if entry.rest is None else "no" for name, entry in RULES.items()}
