@@ -77,6 +77,7 @@ _MUON = RuleEntry(
     ),
     stands_for=("torch.optim.Muon",),
     holds_squares=True,
+    split_place="muon.Muon",
     settings=MappingProxyType(
         {
             **_ADAMW.settings,

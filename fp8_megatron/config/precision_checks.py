@@ -134,7 +134,7 @@ def _check_split(config: Config) -> Iterator[str]:
         yield f"main_params_dtype(split) is half of an FP8 weight, params_dtype is {weight.value}; choose fp8 (O3)"
     if RULES[optimizer.optimizer].split_place is None:
         yield f"main_params_dtype(split) needs optimizer(adam), not {optimizer.optimizer}; choose one of them"
-    elif optimizer.adam_beta1**2 >= optimizer.adam_beta2:
+    elif RULES[optimizer.optimizer] is RULES["adam"] and optimizer.adam_beta1**2 >= optimizer.adam_beta2:
         yield (
             f"main_params_dtype(split) foretells scales from the bound of Adam's update, which "
             f"adam_beta1({optimizer.adam_beta1})² ≥ adam_beta2({optimizer.adam_beta2}) has not; raise adam_beta2"

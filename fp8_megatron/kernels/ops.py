@@ -18,7 +18,7 @@ from .adamw import reference as _adamw
 from .adamw import split_master as _split_master
 from .adamw.elementwise import FlatOperands, direction_step_, elementwise_step_
 from .adamw.reference import AdamHyper, AdamState, FlatState, SplitAdamState
-from .adamw.split_master import join_master, next_weight_scales, split_master
+from .adamw.split_master import SplitMaster, join_master, next_weight_scales, split_master, split_step_
 from .attention import reference as _attention
 from .attention.blocks import BlockKernel, attention_block, attention_block_backward
 from .attention.reference import AttentionGradCasts, AttentionInputs, WrittenCast

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device.group import Group
+from ..dtypes import CHUNK
 from ..kernels import ops
 from ..sharding.gradient import GradBuffer
 from ..sharding.partition import Fragment, Slot
 from ..sharding.released_grads import ReleasedGrad
 from ..sharding.whole_matrices import Turn, WholeMatrix, turns
 from .rules.rule import MatrixRule
+from .split_state import SplitSpaceState
 from .state import SpaceState
 
 #: Elements of matrices of one shape that are made orthogonal together.
@@ -110,6 +113,96 @@ class MatrixSpaceState(SpaceState):
             parts[0] if matrix.slot.row_split is None else matrix.slot.row_split.join(parts)
             for matrix, parts in zip(owned, split, strict=True)
         ]
+
+
+class SplitMatrixState(MatrixSpaceState, SplitSpaceState):
+    """`MatrixSpaceState` over split masters."""
+
+    #: The scales before and after the step that is being made, FP32 [num_matrices].
+    _moving: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def _largest_factors(self) -> list[list[tuple[int, int]]]:
+        """By matrix of the space, the shapes of the matrices that it stores."""
+        return [
+            _shapes(slot, self.space.sharing.parts_with) for slot in self.space.slots for _ in range(slot.num_matrices)
+        ]
+
+    def _next(self, group: Mapping[str, Any]) -> Tensor:
+        largest = [self.rule.largest_update(shapes, group) for shapes in self._largest_factors]
+        bounds = torch.tensor(largest, device="cpu").to(self.space.device, non_blocking=True)
+        return self.rule.next_scales(self.matrix_amax, bounds, group, self.scales)
+
+    def update(
+        self,
+        buffer: GradBuffer,
+        parts: Sequence[tuple[int, int, Tensor]],
+        group: Mapping[str, Any],
+        grad_factor: Tensor,
+    ) -> None:
+        assert len(parts) == 1, "a split master is updated whole"
+        shard, before = self._own_weights(), self.scales.contiguous()
+        after = torch.where(torch.isfinite(grad_factor), self._next(group), before)
+        self._moving = before, after
+        for turn in self._turns:
+            self._step_of(turn, list(_runs(turn, buffer, parts)), shard, group, grad_factor)
+        self.scales.copy_(after)
+        if self.gather is not None:
+            self.gather.start([shard])
+        self.matrix_amax.copy_(self._matrix_amax())
+
+    def update_slot(
+        self,
+        grad: ReleasedGrad,
+        group: Mapping[str, Any],
+        *,
+        grad_factor: Tensor,
+        step_count: Tensor,
+    ) -> None:
+        if self._next_scales is None:
+            self._next_scales = self._next(group)
+        self._moving = self.scales.contiguous(), self._next_scales
+        super().update_slot(grad, group, grad_factor=grad_factor, step_count=step_count)
+        own, new = self.scale_of(grad.slot), self._next_scales[grad.slot.matrices]
+        own.copy_(torch.where(torch.isfinite(grad_factor), new, own))
+
+    def _weights_to_write(self) -> Tensor | None:
+        return self._own_weights()
+
+    def _step(
+        self,
+        place: Fragment,
+        grad: ReleasedGrad | ops.FlatState,
+        written: Tensor | None,
+        group: Mapping[str, Any],
+        grad_factor: Tensor,
+        step_count: Tensor,
+    ) -> None:
+        assert written is not None and self._moving is not None and self.chunk_amax is not None
+        start, stop = place.shard_start, place.shard_start + place.length
+        chunks = slice(start // CHUNK, stop // CHUNK)
+        made = grad.payload.float()
+        ops.split_step_(
+            ops.SplitMaster(
+                written[start:stop],
+                self.master.part(place).payload,
+                *self._moving,
+                self.chunk_matrices[chunks],
+                self.places_of(place),
+            ),
+            lambda param: self.rule.change(made, param, group),
+            grad_factor=grad_factor,
+            step=step_count,
+            chunk_amax=self.chunk_amax[chunks],
+        )
+
+
+def _shapes(slot: Slot, ranks: Group | None) -> list[tuple[int, int]]:
+    """(rows, columns) of the whole matrices that a matrix of a parameter stores."""
+    rows, columns = slot.param.shape[-2:]
+    axis, size = _axis(slot), 1 if ranks is None else ranks.size()
+    sizes = [rows] if slot.row_split is None else [slot.row_split.groups * one for one in slot.row_split.sizes]
+    return [(own * (size if axis == 1 else 1), columns * (size if axis == 2 else 1)) for own in sizes]
 
 
 def _runs(turn: Turn, buffer: GradBuffer, parts: Sequence[tuple[int, int, Tensor]]) -> Iterator[_Run]:

@@ -24,7 +24,7 @@ from ..sharding.partition import ParamSpace, Slot, StorageClass
 from ..sharding.released_grads import ReleasedGradBuffer
 from ..sharding.storage import ModelStorage
 from ..update_rules import rule_of_space
-from .matrix_state import MatrixSpaceState
+from .matrix_state import MatrixSpaceState, SplitMatrixState
 from .rules.rule import MatrixRule, UpdateRule, build_rule
 from .split_state import SplitSpaceState
 from .state import SpaceState
@@ -112,7 +112,10 @@ class SpaceOptimizer(torch.optim.Optimizer):
         name = rule_of_space(self._rule, has_matrices=space.has_matrices)
         rule: UpdateRule = build_rule(name, options, is_split=is_split)
         self._numbers.add_space(space)
-        kind = SplitSpaceState if is_split else MatrixSpaceState if isinstance(rule, MatrixRule) else SpaceState
+        if isinstance(rule, MatrixRule):
+            kind: type[SpaceState] = SplitMatrixState if is_split else MatrixSpaceState
+        else:
+            kind = SplitSpaceState if is_split else SpaceState
         return kind(space, formats, rule, is_trained=self._storage.is_trained)
 
     def square_sum(self, start: Tensor) -> SquareSum:

@@ -30,17 +30,19 @@ class SplitSpaceState(SpaceState):
         matrix_amax: FP32 [num_matrices], the largest magnitude of each matrix's master over all ranks.
     """
 
-    rule: SplitAdamW
-
     def __init__(
         self, space: ParamSpace, formats: StorageFormats, rule: UpdateRule, *, is_trained: bool = True
     ) -> None:
-        assert isinstance(rule, SplitAdamW), rule
         assert formats.weight is StorageDtype.FP8 and formats.master_weight is StorageDtype.SPLIT, formats
         super().__init__(space, formats, rule, is_trained=is_trained)
         self.matrix_amax = torch.zeros(space.num_matrices, device=space.device)
         #: FP32 [num_matrices] between a step's first `update_slot` and `finish_update`.
         self._next_scales: Tensor | None = None
+
+    @property
+    def _adamw(self) -> SplitAdamW:
+        assert isinstance(self.rule, SplitAdamW), self.rule
+        return self.rule
 
     @property
     def scales(self) -> Tensor:
@@ -129,7 +131,7 @@ class SplitSpaceState(SpaceState):
             Fragment(0, 0, stop),
             buffer,
             shard,
-            (scales, self.rule.next_scales(self.matrix_amax, group, self.scales), self.chunk_matrices),
+            (scales, self._adamw.next_scales(self.matrix_amax, group, self.scales), self.chunk_matrices),
             group,
             grad_factor,
             step_count,
@@ -149,7 +151,7 @@ class SplitSpaceState(SpaceState):
     ) -> None:
         """As `SpaceState.update_slot`. The weight and its scale are updated when this returns."""
         if self._next_scales is None:
-            self._next_scales = self.rule.next_scales(self.matrix_amax, group, self.scales)
+            self._next_scales = self._adamw.next_scales(self.matrix_amax, group, self.scales)
         slot = grad.slot
         own = self.scale_of(slot)
         scales = own.contiguous()
@@ -183,7 +185,7 @@ class SplitSpaceState(SpaceState):
         start, stop = place.shard_start, place.shard_start + place.length
         before, after, chunk_matrix = scales
         exp_avg, exp_avg_sq = self.states_of(place)
-        self.rule.split_step(
+        self._adamw.split_step(
             ops.SplitAdamState(
                 grad=ops.FlatState(grad.payload, grad.scales),
                 exp_avg=exp_avg,

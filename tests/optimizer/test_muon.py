@@ -180,6 +180,7 @@ PRECISIONS = {
     "O2": PrecisionConfig(opt_level="O2"),
     "O1": PrecisionConfig(opt_level="O1"),
     "int8": PrecisionConfig(exp_avg_dtype=F.INT8),
+    "split": PrecisionConfig(main_params_dtype=F.SPLIT, exp_avg_dtype=F.INT8, exp_avg_sq_dtype=F.UINT8),
     "bf16": PrecisionConfig(precision="bf16"),
 }
 
@@ -195,16 +196,18 @@ def test_sharded_is_unsharded(ranks: RankPool, level: str, num_ranks: int, bucke
                 assert torch.equal(getattr(outcome, kind)[name], value), f"{kind} of {name}"
 
 
-def test_low_precision_state_moves_weights_alike(ranks: RankPool) -> None:
+@pytest.mark.parametrize("level", ["O3", "O2", "split"])
+def test_low_precision_state_moves_weights_alike(ranks: RankPool, level: str) -> None:
     """FP8 gradients and momentum keep some 28 dB of the direction, and so do the singular vectors of the update."""
-    (fp8,) = ranks.run(on_default_group, train, PrecisionConfig(), {}, num_ranks=1)
+    (fp8,) = ranks.run(on_default_group, train, PRECISIONS[level], {}, num_ranks=1)
     for name, expected in reference({}, 3).items():
         start = values_of(1)[name]
         assert snr_db(fp8.masters[name] - start, expected.float() - start) > 18.0, name
 
 
-def test_a_bad_gradient_skips_the_step(ranks: RankPool) -> None:
-    arguments = (PrecisionConfig(), {}, 1 << 14)
+@pytest.mark.parametrize("level", ["O3", "split"])
+def test_a_bad_gradient_skips_the_step(ranks: RankPool, level: str) -> None:
+    arguments = (PRECISIONS[level], {}, 1 << 14)
     (before,) = ranks.run(on_default_group, train, *arguments, 1, num_ranks=1)
     for outcome in ranks.run(on_default_group, train, *arguments, 2, 1, num_ranks=2):
         for kind in Outcome._fields:

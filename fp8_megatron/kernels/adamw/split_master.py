@@ -14,6 +14,9 @@ range.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,7 +24,7 @@ from ...dtypes import E4M3, MAX_FINITE
 from ..quantize.blockwise import load_state
 from ..reference import scale_from_amax
 from ..registration import operator
-from ..rounding import E4M11, master_noise, round_sum_to_grid, rounding_bits
+from ..rounding import E4M11, Places, master_noise, round_sum_to_grid, rounding_bits
 from .reference import AdamHyper, SplitAdamState, adam_change_, check_moments, shrunk_too, update_where_finite
 
 _MANTISSA_BITS, _BIAS = 11, 7
@@ -115,23 +118,72 @@ def adamw_split_step_(
             scales.
         chunk_amax: FP32 [n / chunk] receives the largest magnitude of each chunk of the new master.
     """
-    weight, correction = state.weight, state.correction
+    master = SplitMaster(
+        state.weight, state.correction, state.weight_scales, state.new_weight_scales, state.chunk_tensor, state.places
+    )
 
     def update() -> None:
-        index = state.chunk_tensor.long()
-        shape = (index.numel(), -1)
-        old_scale, new_scale = state.weight_scales[index][:, None], state.new_weight_scales[index][:, None]
-        p = join_master(weight.view(shape), correction.view(shape), old_scale).view(-1)
         g = load_state(*state.grad) * grad_factor
-        bits = rounding_bits(p.numel(), step, state.places)
-        change = shrunk_too(adam_change_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper, bits), p, hyper)
-        noise = master_noise(bits).view(shape)
-        p = round_sum_to_grid(p.view(shape), change.view(shape), noise, E4M11, new_scale)
-        payload, rest = split_master(p, new_scale)
-        weight.copy_(payload.view(-1))
-        correction.copy_(rest.view(-1))
-        torch.amax(join_master(payload, rest, new_scale).abs(), dim=1, out=chunk_amax)
+        bits = rounding_bits(g.numel(), step, state.places)
+
+        def change(p: Tensor) -> Tensor:
+            return shrunk_too(adam_change_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper, bits), p, hyper)
+
+        _move_(master, change, bits, chunk_amax)
         state.weight_scales.copy_(state.new_weight_scales)
 
-    written = [*state.exp_avg, *state.exp_avg_sq, weight, correction, state.weight_scales, chunk_amax]
+    written = [*state.exp_avg, *state.exp_avg_sq, *master[:2], state.weight_scales, chunk_amax]
     update_where_finite(grad_factor, written, update)
+
+
+class SplitMaster(NamedTuple):
+    """Flat split masters [n] that a step moves.
+
+    Attributes:
+        weight, correction: E4M3 and int8.
+        scales, new_scales: FP32 [matrices], with which they are stored and are to be.
+        chunk_matrix: int32 [n / chunk], the matrix of each chunk.
+        places: as in `reference.AdamState`.
+    """
+
+    weight: Tensor
+    correction: Tensor
+    scales: Tensor
+    new_scales: Tensor
+    chunk_matrix: Tensor
+    places: Places
+
+
+def split_step_(
+    master: SplitMaster,
+    change: Callable[[Tensor], Tensor],
+    *,
+    grad_factor: Tensor,
+    step: Tensor,
+    chunk_amax: Tensor,
+) -> None:
+    """Move split masters as a rule without a kernel of its own says, in plain PyTorch on every device. The caller
+    writes the new scales.
+
+    Args:
+        change: FP32 [n] → what is added to each element, FP32 [n].
+        grad_factor, step, chunk_amax: as in `adamw_split_step_`.
+    """
+
+    def update() -> None:
+        _move_(master, change, rounding_bits(master.weight.numel(), step, master.places), chunk_amax)
+
+    update_where_finite(grad_factor, [master.weight, master.correction, chunk_amax], update)
+
+
+def _move_(master: SplitMaster, change: Callable[[Tensor], Tensor], bits: Tensor, chunk_amax: Tensor) -> None:
+    """Add `change` of the masters to them, rounded stochastically."""
+    index = master.chunk_matrix.long()
+    shape = (index.numel(), -1)
+    old_scale, new_scale = master.scales[index][:, None], master.new_scales[index][:, None]
+    p = join_master(master.weight.view(shape), master.correction.view(shape), old_scale).view(-1)
+    added, noise = change(p).view(shape), master_noise(bits).view(shape)
+    payload, rest = split_master(round_sum_to_grid(p.view(shape), added, noise, E4M11, new_scale), new_scale)
+    master.weight.copy_(payload.view(-1))
+    master.correction.copy_(rest.view(-1))
+    torch.amax(join_master(payload, rest, new_scale).abs(), dim=1, out=chunk_amax)

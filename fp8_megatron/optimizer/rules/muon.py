@@ -20,6 +20,8 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
     "unit_rms_norm": lambda rows, columns: (rows / columns) ** 0.5,
     "shape_scaling": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }
+#: Above what the coefficients make of any singular value, and BF16's rounding of it. No element is larger.
+_LARGEST_SINGULAR_VALUE = 1.3
 #: What ranks do that have parts of the same matrix.
 TP_MODES = ("duplicated", "distributed", "blockwise")
 
@@ -68,6 +70,9 @@ class Muon(MatrixRule):
                     ranks.rank()
                 ]
         return result * _scale(group, rows, columns)
+
+    def largest_update(self, shapes: Sequence[tuple[int, int]], group: Mapping[str, Any]) -> float:
+        return _LARGEST_SINGULAR_VALUE * max(_scale(group, *shape) for shape in shapes)
 
 
 def _steps(group: Mapping[str, Any]) -> list[Coefficients]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...device.group import Group
+from ...dtypes import E4M3
 from ...errors import UserError
 from ...kernels import ops
 from ...storage import StateSpec, StorageDtype, StorageFormats
@@ -100,12 +101,30 @@ class MatrixRule(UpdateRule):
             ranks, axis: those that have parts of the same matrices along this axis (1 or 2); None: they are whole.
         """
 
+    @abstractmethod
+    def largest_update(self, shapes: Sequence[tuple[int, int]], group: Mapping[str, Any]) -> float:
+        """No element of `orthogonal` is larger, of matrices of these (rows, columns)."""
+
+    def next_scales(self, amax: Tensor, largest: Tensor, group: Mapping[str, Any], previous: Tensor) -> Tensor:
+        """FP32 [matrices], the scales that this step writes the weights of a split master with.
+
+        Args:
+            amax: FP32 [matrices], the largest magnitude of each master. previous: their scales.
+            largest: FP32 [matrices], `largest_update` of each.
+        """
+        scale = ops.scale_from_amax(amax + float(group["lr"]) * largest, E4M3, power_of_two=True)
+        return torch.where(torch.isfinite(scale), scale, previous)
+
+    @staticmethod
+    def change(made: Tensor, param: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """What is added to the parameter, given what `orthogonal` made."""
+        return -float(group["lr"]) * (made + float(group["weight_decay"]) * param)
+
     def step(self, operands: ops.FlatOperands, group: Mapping[str, Any], *, grad_factor: Tensor, step: Tensor) -> None:
         """The second half of a step: `operands.grad` is what `orthogonal` made, and the states are done."""
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
         ops.elementwise_step_(
             operands._replace(states=()),
-            lambda made, param, states: (-lr * (made + decay * param), states),
+            lambda made, param, states: (self.change(made, param, group), states),
             holds_squares=(),
             grad_factor=torch.where(torch.isfinite(grad_factor), 1.0, grad_factor),
             step=step,
