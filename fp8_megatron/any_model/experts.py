@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..kernels.ops import Groups
 from ..nn.compiled import new_token
 from ..nn.compiled_experts import compiled_experts
-from ..nn.experts import fp8_experts, grouped_by_expert
+from ..nn.experts import fp8_experts, grouped_by_expert, with_biases
 from ..nn.gemms import LinearParams, note_forward
 from ..nn.operands import as_rows
 from ..nn.recomputed import Recomputations
@@ -106,16 +106,13 @@ class FP8Experts(ScaledModule):
         bias1, bias2 = (None, None) if form.biases is None else (getattr(self, name) for name in form.biases)
         if bias1 is not None and form.is_interleaved:
             bias1 = rows_apart(bias1)
-        if torch.compiler.is_compiling():
-            y = self._compiled(rows, probs, groups, bias1)
-            y = y if bias2 is None else y + probs.to(y.dtype) @ bias2.to(y.dtype)
-        else:
-            y = self._computed(rows, probs, groups, bias1, bias2)
+        compute = self._compiled if torch.compiler.is_compiling() else self._computed
+        y = compute(rows, probs, groups, bias1)
+        if bias2 is not None:
+            y = with_biases(y, probs, bias2)
         return y[:num_tokens].to(x.dtype)
 
-    def _computed(
-        self, rows: Tensor, probs: Tensor, groups: Groups, bias1: Tensor | None, bias2: Tensor | None
-    ) -> Tensor:
+    def _computed(self, rows: Tensor, probs: Tensor, groups: Groups, bias1: Tensor | None) -> Tensor:
         fc1, fc2 = self.linear_params(evaluates=self.evaluates)
         if torch.is_grad_enabled():
             note_forward(fc1)
@@ -123,8 +120,7 @@ class FP8Experts(ScaledModule):
         recomputes = self.recomputations is not None
         if self.recomputations is not None:
             self.recomputations.were_found = True
-        fc1, fc2 = fc1._replace(bias=bias1), fc2._replace(bias=bias2)
-        return fp8_experts(rows, probs, groups, fc1, fc2, self.activation, recomputes=recomputes)
+        return fp8_experts(rows, probs, groups, fc1._replace(bias=bias1), fc2, self.activation, recomputes=recomputes)
 
     def _compiled(self, rows: Tensor, probs: Tensor, groups: Groups, bias1: Tensor | None) -> Tensor:
         if self.recomputations is not None:

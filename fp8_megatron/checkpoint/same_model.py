@@ -23,12 +23,10 @@ _SIZES = ("num_layers", "hidden_size", "num_experts")
 #: `Architecture.computed_settings`.
 NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "activation_func_clamp_value": (None,),
         "apply_residual_connection_post_layernorm": (None, False),
         "attention_output_gate": (None, False),
         "enable_mhc_connections": (None, False),
         "experimental_attention_variant": (None,),
-        "glu_linear_offset": (None, 0.0),
         "heterogeneous_layers_config_encoded_json": (None,),
         "heterogeneous_layers_config_path": (None,),
         "is_hybrid_model": (None, False),

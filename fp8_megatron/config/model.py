@@ -178,6 +178,10 @@ class DecoderConfig:
     """The MLP's activation is max(z, 0)² instead of GELU."""
     quick_geglu: bool = False
     """Gated MLP with the sigmoid form of GELU instead of GELU."""
+    activation_func_clamp_value: Positive | None = None
+    """For gpt-oss's MLP, with --quick-geglu and --glu-linear-offset 1: the most of gate and of the magnitude of up."""
+    glu_linear_offset: NotNegative = 0.0
+    """For gpt-oss's MLP: what is added to up."""
     bias_gelu_fusion: bool = True
     """On: GELU is its tanh form, as in Megatron's kernel that also adds a bias. Off, or with --disable-bias-linear: the
     exact form, with erf."""
@@ -220,7 +224,9 @@ class DecoderConfig:
     @property
     def activation(self) -> Activation:
         """The MLP's activation."""
-        given = self.given_activations
+        given, limit = self.given_activations, self.activation_func_clamp_value
+        if given == ["quick_geglu"] and self.glu_linear_offset == 1.0 and limit is not None:
+            return Activation("clamped_swiglu").with_parameters({"limit": limit})
         if given:
             return Activation(given[0])
         is_fused = self.bias_gelu_fusion and not self.disable_bias_linear

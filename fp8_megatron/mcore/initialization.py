@@ -85,7 +85,7 @@ def initial_values(
     """Yield (name, this rank's part in FP32 on the parameter's device), one parameter at a time.
 
     Matrices are normal. The standard deviation of output projections is divided by √(2 · num_layers) (GPT-2's scheme,
-    as in Megatron). Norm weights are 1, biases 0.
+    as in Megatron). Norm weights are 1, biases and sinks 0.
 
     Args:
         std: standard deviation of matrices.
@@ -94,7 +94,7 @@ def initial_values(
         vocab_size: tokens of the vocabulary. Later rows of its matrices are padding and zero. None: no padding.
     """
     for name, param in named_params.items():
-        if param.ndim == 1:
+        if param.ndim == 1 or name.endswith(".bias"):
             is_norm_weight = name.endswith(("norm.weight", "layer_norm_weight"))
             yield name, torch.full(param.shape, 1.0 if is_norm_weight else 0.0, device=param.device)
             continue

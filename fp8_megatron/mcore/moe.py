@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
@@ -21,7 +22,16 @@ from ..collectives.token_exchange import AllGather, AllToAll, TokenExchange
 from ..config.moe import DROPPED, LOSSES, expert_capacity, reported_means
 from ..device.group import Group
 from ..dtypes import E4M3
-from ..nn.experts import SendTokens, SumTokens, exchange_choices, experts, fp8_experts, grouped_by_expert, recomputed
+from ..nn.experts import (
+    SendTokens,
+    SumTokens,
+    exchange_choices,
+    experts,
+    fp8_experts,
+    grouped_by_expert,
+    recomputed,
+    with_biases,
+)
 from ..nn.gemms import LinearParams
 from ..nn.links import LinearLinks
 from ..nn.parallelism import LOCAL, Exchanged, Local
@@ -49,6 +59,9 @@ class Router(TopKRouter):
             torch.empty(count, config.hidden_size, dtype=config.params_dtype, device=device)
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.add_bias_linear:  # otherwise it is None
+            self.bias = torch.nn.Parameter(torch.zeros(count, dtype=config.params_dtype, device=device))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.topk = config.moe_router_topk
         self.routing_type = config.moe_router_load_balancing_type
         self.score_function = config.moe_router_score_function
@@ -88,7 +101,7 @@ class Router(TopKRouter):
         """The logits [s, b, E], in the router's dtype."""
         dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
         logits: Tensor = _Gating.apply(input, self.weight, dtype)
-        return logits
+        return logits if self.bias is None else logits + self.bias.to(dtype)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach the z-loss to the logits."""
@@ -193,7 +206,8 @@ class _Gating(torch.autograd.Function):
 
 
 class ExpertLinear(torch.nn.Module):
-    """The weights [E, N, K] of one projection of all experts on this rank; `Experts` multiplies with them.
+    """The weights [E, N, K] of one projection of all experts on this rank, and its biases [E, N] if linear layers have
+    them; `Experts` computes with them.
 
     Args:
         shape: [E, N, K].
@@ -201,6 +215,8 @@ class ExpertLinear(torch.nn.Module):
         pieces: equal pieces of the axis, each of which is shared.
         recipe: formats and scaling of the operands; None: 16 bits.
     """
+
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -222,10 +238,14 @@ class ExpertLinear(torch.nn.Module):
         self.weight.is_expert = True  # type: ignore[attr-defined]
         self.weight.tensor_model_parallel = config.expert_tensor_parallel_size > 1  # type: ignore[attr-defined]
         self.weight.partition_dim, self.weight.partition_stride = axis, pieces  # type: ignore[attr-defined]
+        self.register_parameter("bias", None)
+        if config.add_bias_linear:  # then every expert is whole, as megatron-core asks
+            self.bias = torch.nn.Parameter(torch.zeros(shape[:2], dtype=config.params_dtype, device=device))
+            self.bias.is_expert = True  # type: ignore[attr-defined]
 
     def linear_params(self, parallelism: Local) -> LinearParams:
         """The layer, for the function that computes it."""
-        return LinearParams(as_scaled(self.weight), None, self.quantizers, parallelism, self.links)
+        return LinearParams(as_scaled(self.weight), self.bias, self.quantizers, parallelism, self.links)
 
     def extra_repr(self) -> str:
         """Sizes and casts."""
@@ -281,6 +301,17 @@ class Experts(torch.nn.Module):
     ) -> Tensor:
         """[T, H] → [T, H]; probabilities FP32 [T, E], routing map bool [T, E] with at most `capacity` tokens of each
         expert."""
+        output = self._without_last_bias(x, probs, routing_map, capacity, exchange)
+        bias, ranks = self.linear_fc2.bias, self.ranks
+        if bias is None:
+            return output
+        if ranks is not None:  # a rank adds the biases of its own tokens' experts: fewer bytes than their outputs
+            bias = gather_from_sequence_parallel_region(bias.float(), group=ranks)
+        return with_biases(output, torch.where(routing_map, probs, 0.0), bias)
+
+    def _without_last_bias(
+        self, x: Tensor, probs: Tensor, routing_map: Tensor, capacity: int, exchange: TokenExchange | None
+    ) -> Tensor:
         fc1, fc2, num_routed = self.linear_fc1, self.linear_fc2, None
         if exchange is not None:
             probs, routing_map = exchange_choices(probs, routing_map, exchange)
@@ -295,7 +326,7 @@ class Experts(torch.nn.Module):
             if exchange is not None:
                 x = SendTokens.apply(x, exchange)
             weights, again = (fc1.weight, fc2.weight), self.recomputes_activation and not self.recomputes
-            return experts(x, probs, groups, *weights, self.activation, recomputes_activation=again)
+            return experts(x, probs, groups, *weights, self.activation, bias1=fc1.bias, recomputes_activation=again)
 
         output = recomputed(in_16_bits, x, probs) if self.recomputes else in_16_bits(x, probs)
         return output if exchange is None else SumTokens.apply(output, exchange)

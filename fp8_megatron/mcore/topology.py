@@ -175,7 +175,7 @@ def _several(group: Group) -> Group | None:
 
 
 def is_expert(param: torch.Tensor) -> bool:
-    """Whether a layer with experts has marked it as their weights [E, N, K]."""
+    """Whether a layer with experts has marked it as their weights [E, N, K] or biases [E, N]."""
     return getattr(param, "is_expert", False)
 
 

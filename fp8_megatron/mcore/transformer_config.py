@@ -147,6 +147,8 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.is_gated,
+        activation_func_clamp_value=model.activation_func_clamp_value,
+        glu_linear_offset=model.glu_linear_offset,
         activation_func=_activation_function(model.activation, is_fused=fuses_activation),
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,

@@ -43,7 +43,7 @@ def compiled_experts(
     columns: int,
     evaluates: bool,
 ) -> Tensor:
-    """`fp8_experts` of x BF16 [T, H], with its bits, but for fc2's bias.
+    """`fp8_experts` of x BF16 [T, H], with its bits.
 
     Args:
         token: of the experts (`compiled.new_token`).

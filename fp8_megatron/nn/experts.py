@@ -124,8 +124,7 @@ def fp8_experts(
         x: BF16 [T, H], this rank's tokens.
         probs: FP32 [T, E], read where `groups` has a row; with `Exchanged` [R, E], of the tokens that this rank gets
             and its experts, as `groups` (`exchange_choices`).
-        fc1, fc2: weights [E, Z, H] and [E, H, F]; biases [E, Z] and [E, H], or None. With biases no ranks share the
-            experts, and `probs` is 0 where `groups` has no row.
+        fc1, fc2: weights [E, Z, H] and [E, H, F]; fc1's bias [E, Z], or None. fc2's is for `with_biases`.
         activation: between both GEMMs.
         recomputes: compute fc1's output again in backward, bit for bit, instead of keeping it.
 
@@ -135,7 +134,16 @@ def fp8_experts(
     output: Tensor = _FP8Experts.apply(
         x, probs, fc1.weight, fc2.weight, fc1.bias, groups, fc1, fc2, activation, recomputes, torch.is_grad_enabled()
     )
-    return output if fc2.bias is None else output + probs.to(output.dtype) @ fc2.bias.to(output.dtype)
+    return output
+
+
+def with_biases(output: Tensor, probs: Tensor, bias: Tensor) -> Tensor:
+    """The output of a token's experts [T, H] with Σ_e p_e · bias_e of fc2's biases [E, H].
+
+    Args:
+        probs: FP32 [T, E], 0 for experts that do not compute the token.
+    """
+    return output + probs.to(output.dtype) @ bias.to(output.dtype)
 
 
 class KeptByExperts(NamedTuple):
@@ -165,7 +173,7 @@ def experts_forward(
     *,
     recomputes: bool,
 ) -> tuple[Tensor, KeptByExperts]:
-    """`fp8_experts` without autograd and without fc2's bias, and what backward takes."""
+    """`fp8_experts` without autograd, and what backward takes."""
     tokens = fc1.quantizers.input.quantize(TensorSource(x), sync=fc1.parallelism.sync)
     z = _fc1_output(tokens, fc1, groups)
     row_probs = probs_of_rows(probs, groups)
@@ -271,8 +279,13 @@ def _fc1_output(tokens: Quantized, fc1: LinearParams, groups: Groups, *, recompu
     rows = fc1.parallelism.gather(tokens).whole().gather(groups)
     z = rows.multiply_groups(weight_operand(fc1, recomputes=recomputes), groups.offsets)
     if fc1.bias is not None:
-        z += fc1.bias.detach().to(z.dtype)[groups.source.clamp(min=0) % groups.num_experts]
+        z += fc1.bias.detach().to(z.dtype)[_expert_of_rows(groups)]
     return z
+
+
+def _expert_of_rows(groups: Groups) -> Tensor:
+    """int64 [R]: each row's expert. For a row without a token it is some expert: its probability is 0."""
+    return groups.source.clamp(min=0).long() % groups.num_experts
 
 
 def _sums_of_groups(g_t: Quantized, offsets: Tensor, format: Format) -> Tensor:
@@ -298,15 +311,19 @@ def experts(
     weight2: Tensor,
     activation: Activation,
     *,
+    bias1: Tensor | None = None,
     recomputes_activation: bool = False,
 ) -> Tensor:
     """`fp8_experts` in x's dtype, 16 bits, with plain weights [E, Z, H] and [E, H, F]; autograd gives all gradients.
 
     Args:
+        bias1: fc1's biases [E, Z]; None: it has none.
         recomputes_activation: backward computes fc2's input again from fc1's output.
     """
     ends = groups.offsets[1:]
     z = grouped_mm(_GatherRows.apply(x, groups), weight1.mT, offs=ends)
+    if bias1 is not None:
+        z = _AddBiases.apply(z, bias1, groups)
 
     def fc2(z: Tensor, row_probs: Tensor) -> Tensor:
         hidden = row_probs[:, None] * unfused.activated(z.float(), activation)
@@ -322,6 +339,25 @@ def recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     """`function` of `args`, which draws no random numbers. Backward computes again what it reads, and no more."""
     output: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return output
+
+
+class _AddBiases(torch.autograd.Function):
+    """z [R, Z] with the bias of each row's expert, of [E, Z]."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, bias: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(groups.offsets)
+        ctx.dtype = bias.dtype
+        return z + bias.to(z.dtype)[_expert_of_rows(groups)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        # The sums of each expert's rows are a product with ones, of which the kernel wants some rows.
+        ones = grad.new_ones(len(grad), FP8_GEMM_MULTIPLE)
+        sums = grouped_mm(ones.mT, grad.contiguous(), offs=offsets[1:])
+        return grad, sums[:, 0].to(ctx.dtype), None
 
 
 class _GatherRows(torch.autograd.Function):

@@ -134,7 +134,8 @@ def parameters_by_class(
         numel, copies = row.numel_of_rank(tp, ep), row.copies(layers, **ends)
         in_fp8 = sum(map(config.is_fp8_layer, row.layers_of(layers))) if row.is_linear else 0
         counts[StorageClass.LINEAR] += in_fp8 * numel
-        counts[StorageClass.MATRIX if len(row.shape) > 1 else StorageClass.VECTOR] += (copies - in_fp8) * numel
+        is_matrix = len(row.shape) - bool(row.experts) > 1
+        counts[StorageClass.MATRIX if is_matrix else StorageClass.VECTOR] += (copies - in_fp8) * numel
     return counts
 
 

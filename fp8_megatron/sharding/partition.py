@@ -375,10 +375,11 @@ def alone(part: torch.Tensor) -> torch.Tensor:
 
 
 def storage_class(param: torch.nn.Parameter) -> StorageClass:
-    """The storage class of a parameter."""
+    """The storage class of a parameter. The first axis of one that is marked ``is_expert`` counts experts."""
     if isinstance(param, ScaledTensor):
         return StorageClass.LINEAR
-    return StorageClass.MATRIX if param.ndim > 1 and not param.is_complex() else StorageClass.VECTOR
+    num_dims = param.ndim - getattr(param, "is_expert", False)  # that counts no experts
+    return StorageClass.MATRIX if num_dims > 1 and not param.is_complex() else StorageClass.VECTOR
 
 
 def partition(

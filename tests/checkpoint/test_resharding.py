@@ -71,7 +71,16 @@ EXPERTS = replace(
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
 )
+#: Biases of experts and of their router, and sinks.
+GPT_OSS = replace(
+    LLAMA_STYLE,
+    num_experts=4,
+    moe_ffn_hidden_size=64,
+    disable_bias_linear=False,
+    softmax_type="learnable",
+)
 MODELS = {
+    "gpt_oss": GPT_OSS,
     "gpt3": replace(GPT3_STYLE, num_layers=4),
     "llama": replace(LLAMA_STYLE, num_layers=4),
     "experts": EXPERTS,
@@ -143,11 +152,12 @@ def check(ranks: RankPool, folder: Path, model: str, source: tuple[str, str], ta
         ("gpt3", ("pp2_first", "O3"), [("one", "O3"), ("pp2", "O3"), ("pp2_uneven_vpp2", "O3")]),
         ("experts", ("ep2_dp2", "O3"), [("one", "O3"), ("ep4", "O3"), ("ep2", "O2")]),
         ("experts", ("ep4", "O2"), [("pp2", "O2"), ("ep2_dp2", "O2")]),
+        ("gpt_oss", ("ep2_dp2", "O3"), [("ep4", "O3"), ("one", "O3")]),
         pytest.param("gpt3", ("pp2_empty", "bf16"), [("pp2_first", "bf16")], marks=pytest.mark.slow),
         # What `test_resume` has of other replicas, and the case above of other stages, need not be run each time.
         pytest.param("llama", ("dp2", "O2"), [("tp2", "O2"), ("pp2", "bf16")], marks=pytest.mark.slow),
     ],
-    ids=["tp2_dp2", "pp2_vpp2", "pp2_first", "ep2_dp2", "ep4", "pp2_empty", "dp2"],
+    ids=["tp2_dp2", "pp2_vpp2", "pp2_first", "ep2_dp2", "ep4", "biases", "pp2_empty", "dp2"],
 )
 def test_another_layout_takes_over(
     ranks: RankPool, tmp_path: Path, model: str, source: tuple[str, str], targets: list[tuple[str, str]]

@@ -116,6 +116,16 @@ FULL = "--recompute-granularity full "
     ("world_size", "flags", "message"),
     [
         (1, "--swiglu --squared-relu", "swiglu and squared_relu are different activations of one MLP; give one of"),
+        (
+            1,
+            "--quick-geglu --glu-linear-offset 1",
+            "and activation_func_clamp_value(None): gpt-oss's MLP alone has them",
+        ),
+        (
+            1,
+            "--swiglu --activation-func-clamp-value 7",
+            "activation_func_clamp_value(7.0): gpt-oss's MLP alone has them",
+        ),
         (1, "--quick-geglu --squared-relu", "squared_relu and quick_geglu are different activations"),
         (1, "--recompute-activations --recompute-modules mla_up_proj", "there is no multi-latent attention"),
         (1, "--recompute-activations --recompute-modules mlps", "recompute_modules(mlps): there is no such module;"),

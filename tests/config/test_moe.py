@@ -79,7 +79,10 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
         ("--moe-layer-freq [1]*3", "moe_layer_freq([1]*3) is neither a number of layers nor a list of 0 and 1 for num"),
         ("--moe-layer-freq 0", "moe_layer_freq(0) is neither"),
         ("--moe-layer-freq [0]*4", "moe_layer_freq([0]*4) leaves no layer with experts"),
-        ("--no-disable-bias-linear", "experts have no biases; give --disable-bias-linear"),
+        (
+            "--no-disable-bias-linear --moe-shared-expert-intermediate-size 64",
+            "moe_shared_expert_intermediate_size(64): a shared expert has no biases, as in Megatron; give --disable-bi",
+        ),
         ("--moe-router-topk 9", "moe_router_topk(9) > num_experts(8)"),
         ("--moe-router-topk 1", "moe_router_topk(1): the softmax of one score is 1"),
         ("--moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),

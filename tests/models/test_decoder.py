@@ -33,6 +33,9 @@ MODELS = {
         moe_shared_expert_intermediate_size=64,
         moe_shared_expert_gate=True,
     ),
+    "biases of experts": replace(
+        GPT3_STYLE, num_experts=4, moe_ffn_hidden_size=64, moe_layer_freq="[0,1]", quick_geglu=True
+    ),
     "sinks": replace(LLAMA_STYLE, softmax_type="learnable"),
     "wide heads, untied": replace(GPT3_STYLE, kv_channels=64, untie_embeddings_and_output_weights=True),
 }

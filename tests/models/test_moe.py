@@ -49,6 +49,17 @@ def test_the_keys_of_experts_are_megatrons() -> None:
     assert is_linear_weight(LAYERS + "experts.linear_fc1.weight") and not is_linear_weight(LAYERS + "router.weight")
 
 
+def test_biases_of_experts_are_vectors_that_ranks_share() -> None:
+    model = replace(MODEL, disable_bias_linear=False)
+    shapes = weight_shapes(model, 256)
+    assert shapes[LAYERS + "router.bias"] == (4, 8) and shapes[LAYERS + "experts.linear_fc1.bias"] == (4, 8, 64)
+    assert shapes[LAYERS + "experts.linear_fc2.bias"] == (4, 8, HIDDEN)
+    parallel = ParallelConfig(expert_model_parallel_size=4)
+    of_rank = parameters_by_class(Config(model=model, parallel=parallel), 256, stage=0, part="experts")
+    assert of_rank == {StorageClass.LINEAR: 4 * 2 * EXPERT, StorageClass.MATRIX: 0, StorageClass.VECTOR: 4 * 2 * 192}
+    assert linear_params_per_layer(model) == linear_params_per_layer(MODEL)
+
+
 def test_a_key_is_stacked_over_the_layers_that_have_it() -> None:
     shapes = weight_shapes(MIXED, 256)
     assert shapes[LAYERS + "experts.linear_fc2.weight"] == (2, 8, HIDDEN, 32)

@@ -15,7 +15,15 @@ from torch import Tensor
 from fp8_megatron.activation_functions import Activation
 from fp8_megatron.collectives.token_exchange import AllGather, AllToAll, TokenExchange
 from fp8_megatron.dtypes import E4M3
-from fp8_megatron.nn.experts import SendTokens, SumTokens, exchange_choices, experts, fp8_experts, grouped_by_expert
+from fp8_megatron.nn.experts import (
+    SendTokens,
+    SumTokens,
+    exchange_choices,
+    experts,
+    fp8_experts,
+    grouped_by_expert,
+    with_biases,
+)
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.parallelism import Exchanged
 from fp8_megatron.quantization.recipe import Recipe
@@ -56,14 +64,14 @@ def weights(activation: str) -> tuple[Tensor, Tensor]:
     return torch.randn(EXPERTS, GATED[activation] * FFN, HIDDEN) * 0.1, torch.randn(EXPERTS, HIDDEN, FFN) * 0.1
 
 
-def fp8_layer(value: Tensor, device: str, bias: Tensor | None = None) -> tuple[LinearParams, Tensor]:
+def fp8_layer(value: Tensor, device: str) -> tuple[LinearParams, Tensor]:
     """A layer with FP8 weights, and their values."""
     scale = value.abs().amax(dim=(1, 2)) / 448.0
     payload = (value / scale[:, None, None]).to(E4M3)
     weight = ScaledTensor(payload.to(device), scale.to(device)).requires_grad_()
     weight.main_grad = KeptGrads()  # type: ignore[attr-defined]
     quantizers = Recipe("tensorwise", power_of_two=False).expert_quantizers()
-    return LinearParams(weight, bias, quantizers), payload.double() * scale.double()[:, None, None]
+    return LinearParams(weight, None, quantizers), payload.double() * scale.double()[:, None, None]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -95,30 +103,42 @@ def test_fp8_experts(device: str, activation: str, crowded: bool) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_biases(device: str) -> None:
-    """Their gradients are sums of 32 rows' gradients, of which fc1's are rounded to E5M2."""
-    probs, chosen = routing(crowded=False)
+@pytest.mark.parametrize(("is_fp8", "crowded"), [(True, False), (False, False), (False, True)])
+def test_biases(device: str, is_fp8: bool, crowded: bool) -> None:
+    """Their gradients are sums of 32 rows' gradients, of which FP8 rounds fc1's to E5M2. In 16 bits noise is that of
+    `test_experts_in_16_bits`."""
+    probs, chosen = routing(crowded=crowded)
     torch.manual_seed(4)
-    biases = [torch.randn(EXPERTS, size) for size in (2 * FFN, HIDDEN)]
+    biases = [torch.randn(EXPERTS, size).bfloat16() for size in (2 * FFN, HIDDEN)]
     own = [bias.clone().to(device).requires_grad_() for bias in biases]
-    (fc1, value1), (fc2, value2) = (
-        fp8_layer(value, device, bias) for value, bias in zip(weights("swiglu"), own, strict=True)
-    )
     x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
+    own_x, own_probs = (each.to(device, copy=True).requires_grad_() for each in (x, probs))
+    groups = grouped_by_expert(chosen.to(device), TOP_K)
+    if is_fp8:
+        (fc1, value1), (fc2, value2) = (fp8_layer(value, device) for value in weights("swiglu"))
+        fc1 = fc1._replace(bias=own[0])
+        output = fp8_experts(own_x, own_probs, groups, fc1, fc2, Activation("swiglu"))
+        bounds = (23.5, 19.0, 19.0, 19.0, 40.0)
+    else:
+        value1, value2 = (value.bfloat16() for value in weights("swiglu"))
+        both = (value.to(device) for value in (value1, value2))
+        output = experts(own_x, own_probs, groups, *both, Activation("swiglu"), bias1=own[0])
+        bounds = (45.0, 43.0, 43.0, 43.0, 43.0)
+    output = with_biases(output, own_probs, own[1])
+    output.backward(grad.to(device))
+
     wanted = [each.double().requires_grad_() for each in (x, probs, *biases)]
-    z = torch.einsum("th,ezh->tez", wanted[0], value1) + wanted[2]
-    y = torch.einsum("tef,ehf->teh", _ACTIVATIONS["swiglu"](z), value2) + wanted[3]
+    z = torch.einsum("th,ezh->tez", wanted[0], value1.double()) + wanted[2]
+    y = torch.einsum("tef,ehf->teh", _ACTIVATIONS["swiglu"](z), value2.double()) + wanted[3]
     expected = torch.einsum("teh,te->th", y, wanted[1])
     expected.backward(grad.double())
-    own_x, own_probs = (each.to(device).requires_grad_() for each in (x, probs))
-    groups = grouped_by_expert(chosen.to(device), TOP_K)
-    output = fp8_experts(own_x, own_probs, groups, fc1, fc2, Activation("swiglu"))
-    output.backward(grad.to(device))
-    assert snr_db(output.cpu(), expected) > 23.5
-    for found, reference, bound in zip((own_x, own_probs, *own), wanted, (19.0, 19.0, 19.0, 40.0), strict=True):
+    assert snr_db(output.cpu(), expected) > bounds[0]
+    for found, reference, bound in zip((own_x, own_probs, *own), wanted, bounds[1:], strict=True):
         assert found.grad is not None and reference.grad is not None
         kept = chosen if found is own_probs else slice(None)
         assert snr_db(found.grad.cpu()[kept], reference.grad[kept]) > bound
+    unused = ~chosen.any(dim=0)
+    assert all((bias.grad[unused.to(device)] == 0).all() for bias in own if bias.grad is not None)
 
 
 @pytest.mark.parametrize("device", DEVICES)

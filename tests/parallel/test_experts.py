@@ -15,6 +15,7 @@ from fp8_megatron.quantization.stats import snr_db
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import LLAMA_STYLE, TinyRun, random_batches, tiny_optimizer
 from tests.parallel.layouts import assert_same_bits, run
+from tests.parallel.test_context_parallel import config_of, gradients
 
 MODEL = replace(
     LLAMA_STYLE,
@@ -35,7 +36,27 @@ SIGMOID = {
     "moe_router_topk_scaling_factor": 2.5,
     "moe_layer_freq": "[0,1]",
 }
-MODELS = {"softmax": MODEL, "sigmoid": replace(MODEL, **SIGMOID)}  # type: ignore[arg-type]
+#: Biases, clamped gates, sinks, windows in every second layer and YaRN, as in gpt-oss.
+GPT_OSS = {
+    "disable_bias_linear": False,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "swiglu": False,
+    "quick_geglu": True,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 0.05,
+    "softmax_type": "learnable",
+    "window_size": "7,0",
+    "window_attn_skip_freq": "2",
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 8.0,
+    "yarn_correction_range_round_to_int": False,
+}
+MODELS = {
+    "softmax": MODEL,
+    "sigmoid": replace(MODEL, **SIGMOID),  # type: ignore[arg-type]
+    "gpt_oss": replace(MODEL, **GPT_OSS),  # type: ignore[arg-type]
+}
 _TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 LAYOUTS = {
     "ep2": (2, ParallelConfig(expert_model_parallel_size=2)),
@@ -81,9 +102,24 @@ def trained(
 
 
 MODELS["dropping"] = replace(MODEL, moe_expert_capacity_factor=1.0)
-CASES = [("softmax", "bf16"), ("softmax", "O3"), ("sigmoid", "delayed"), ("sigmoid", "O2")]
+CASES = [
+    ("gpt_oss", "bf16"),
+    ("gpt_oss", "delayed"),
+    ("softmax", "bf16"),
+    ("softmax", "O3"),
+    ("sigmoid", "delayed"),
+    ("sigmoid", "O2"),
+]
+#: With biases experts are whole, and windows take whole sequences.
+NOT_WITH_BIASES = {"tp2", *(name + sent for name in ("tp2_ep2", "cp2_ep2") for sent in ("", "_alltoall"))}
 #: The others are slow.
-USUAL = {("softmax", "bf16", "ep2"), ("softmax", "O3", "ep2"), ("sigmoid", "delayed", "tp2_experts_of_ranks_alltoall")}
+USUAL = {
+    ("gpt_oss", "bf16", "tp2_experts_of_ranks"),
+    ("gpt_oss", "delayed", "ep2"),
+    ("softmax", "bf16", "ep2"),
+    ("softmax", "O3", "ep2"),
+    ("sigmoid", "delayed", "tp2_experts_of_ranks_alltoall"),
+}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +128,7 @@ USUAL = {("softmax", "bf16", "ep2"), ("softmax", "O3", "ep2"), ("sigmoid", "dela
         pytest.param(*case, layout, marks=() if (*case, layout) in USUAL else pytest.mark.slow)
         for case in CASES
         for layout in LAYOUTS
+        if case[0] != "gpt_oss" or layout not in NOT_WITH_BIASES
     ],
 )
 def test_a_layout_trains_as_one_rank(ranks: RankPool, model: str, precision: str, layout: str) -> None:
@@ -104,7 +141,7 @@ def test_a_layout_trains_as_one_rank(ranks: RankPool, model: str, precision: str
     assert shared.losses == pytest.approx(single.losses, abs=later)
     assert shared.grad_norms == pytest.approx(single.grad_norms, rel=0.03 if is_16_bit else 0.25)
     for name, weight in single.weights.items():
-        if weight.ndim > 1:
+        if weight.ndim > 1 and not name.endswith(".bias"):
             assert snr_db(shared.weights[name], weight.double()) > (17.0 if is_16_bit else 7.0), name
 
 
@@ -114,6 +151,7 @@ def test_a_layout_trains_as_one_rank(ranks: RankPool, model: str, precision: str
         pytest.param(*case, name, marks=() if (*case, name) == ("softmax", "O3", "ep4") else pytest.mark.slow)
         for case in [*CASES, ("dropping", "bf16")]
         for name in SENDING
+        if case[0] != "gpt_oss" or name not in NOT_WITH_BIASES
         if name != "tp2_ep2"  # there a token has four summands, and gloo adds up in an order of its own
     ],
 )
@@ -125,7 +163,27 @@ def test_tokens_sent_to_their_experts_alone_train_bit_for_bit(
     assert_same_bits(trained(ranks, model, precision, LAYOUTS[SENDING[name]]), expected)
 
 
+@pytest.mark.parametrize("layout", ["ep2", pytest.param("tp2_experts_of_ranks", marks=pytest.mark.slow)])
+def test_gradients_of_biases_and_sinks_are_one_ranks(ranks: RankPool, layout: str) -> None:
+    """A bias's gradient sums what its weight's does, so rounding and tokens that go elsewhere cost it as many dB; 6 are
+    for the few elements of a router's. Sinks have the noise of attention's output, 20 dB here, less 6."""
+    num_ranks, parallel = LAYOUTS[layout]
+    model = replace(MODELS["gpt_oss"], moe_router_load_balancing_type=("none",), moe_z_loss_coeff=None)
+    single = ranks.run(gradients, config_of(model, ParallelConfig(), "bf16"), num_ranks=1)[0][2]
+    shared = ranks.run(gradients, config_of(model, parallel, "bf16"), num_ranks=num_ranks)[0][2]
+    found = {name: snr_db(shared[name], value) for name, value in single.items()}
+    biases = [name for name in found if name.endswith((".router.bias", "_fc1.bias", "_fc2.bias"))]
+    sinks = [name for name in found if name.endswith("softmax_offset")]
+    assert (len(biases), len(sinks)) == (6, 2)
+    assert all(found[name] > 14.0 for name in sinks), found
+    for name in biases:
+        of_weight = min(found[name.replace(".bias", ".weight")], 50.0)
+        assert of_weight > 12.0 and found[name] > of_weight - 6.0, (name, found)
+
+
 RECOMPUTED = [
+    ("gpt_oss", "delayed", "ep2", ("moe", "core_attn")),
+    ("gpt_oss", "bf16", "one", ("moe",)),
     ("softmax", "O3", "one", ("moe",)),
     ("sigmoid", "delayed", "ep2_alltoall", ("moe", "mlp")),
     ("softmax", "bf16", "one", ("moe",)),

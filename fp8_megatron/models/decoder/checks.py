@@ -83,6 +83,12 @@ def _activation_problems(config: Config) -> Iterator[str]:
     given = config.model.given_activations
     if len(given) > 1:
         yield f"{' and '.join(given)} are different activations of one MLP; give one of them"
+    offset, limit = config.model.glu_linear_offset, config.model.activation_func_clamp_value
+    if (offset, limit) != (0.0, None) and config.model.activation.kind != "clamped_swiglu":
+        yield (
+            f"glu_linear_offset({offset}) and activation_func_clamp_value({limit}): gpt-oss's MLP alone has them; give "
+            f"--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7, or drop them"
+        )
 
 
 def _width_problems(config: Config) -> Iterator[str]:

@@ -17,6 +17,8 @@ computed_settings = (
     "norm_epsilon",
     *ACTIVATIONS,
     *_FORM_OF_GELU,
+    "activation_func_clamp_value",
+    "glu_linear_offset",
     "position_embedding_type",
     "rotary_percent",
     "rotary_base",

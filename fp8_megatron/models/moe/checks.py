@@ -54,8 +54,11 @@ def _layer_problems(config: Config) -> Iterator[str]:
             f"{pattern} is neither a number of layers nor a list of 0 and 1 for num_layers({model.num_layers}); give "
             f"--moe-layer-freq 2, or a list such as [0]*1+[1]*{model.num_layers - 1}"
         )
-    if not model.disable_bias_linear:
-        yield "num_experts: experts have no biases; give --disable-bias-linear, and --add-qkv-bias to keep attention's"
+    if not model.disable_bias_linear and model.moe_shared_expert_intermediate_size is not None:
+        yield (
+            f"moe_shared_expert_intermediate_size({model.moe_shared_expert_intermediate_size}): a shared expert has no "
+            f"biases, as in Megatron; give --disable-bias-linear, and --add-qkv-bias to keep attention's"
+        )
 
 
 def _parallel_problems(config: Config) -> Iterator[str]:
@@ -76,6 +79,11 @@ def _parallel_problems(config: Config) -> Iterator[str]:
     shared = parallel.expert_tensor_size
     if shared not in (1, tp):
         yield f"expert_tensor_parallel_size({shared}): choose 1, or tensor_model_parallel_size({tp})"
+    elif shared > 1 and not config.model.disable_bias_linear:
+        yield (
+            f"expert_tensor_parallel_size({shared}): experts with biases are whole, as in Megatron; give "
+            f"--expert-tensor-parallel-size 1, or --disable-bias-linear"
+        )
 
 
 def _router_problems(config: Config) -> Iterator[str]:
@@ -180,6 +188,8 @@ def _upcycling_problems(config: Config) -> Iterator[str]:
             f"num_experts({model.num_experts}) % moe_upcycling_granularity({granularity}) = "
             f"{model.num_experts % granularity}; choose a granularity that divides the experts"
         )
+    if not model.disable_bias_linear:
+        yield "moe_use_upcycling: experts with biases are not made of MLPs; give --disable-bias-linear"
     shared = model.moe_shared_expert_intermediate_size
     if shared is not None:
         name = f"moe_shared_expert_intermediate_size({shared})"

@@ -51,6 +51,9 @@ def _mixture(model: ModelConfig) -> list[Parameter]:
     experts, hidden, shared = model.num_experts, model.hidden_size, model.moe_shared_expert_intermediate_size
     assert experts is not None
     rows = [Parameter(ROUTER + "weight", (experts, hidden))]
+    has_biases = not model.disable_bias_linear
+    if has_biases:
+        rows.append(Parameter(ROUTER + "bias", (experts,)))
     if model.moe_router_enable_expert_bias:
         rows.append(Parameter(ROUTER + "expert_bias", (experts,), is_buffer=True))
     pieces = 2 if model.is_gated else 1
@@ -58,8 +61,8 @@ def _mixture(model: ModelConfig) -> list[Parameter]:
         (EXPERTS_FC1, model.expert_columns, hidden, pieces),
         (EXPERTS_FC2, hidden, model.expert_ffn_hidden_size, 1),
     )
-    rows += [
-        Parameter(
+    for key, num_outputs, num_inputs, pieces_of_key in sizes:
+        weight = Parameter(
             key + "weight",
             (experts, num_outputs, num_inputs),
             pieces=pieces_of_key,
@@ -67,8 +70,8 @@ def _mixture(model: ModelConfig) -> list[Parameter]:
             experts=experts,
             experts_of_token=model.moe_router_topk,
         )
-        for key, num_outputs, num_inputs, pieces_of_key in sizes
-    ]
+        bias = replace(weight, key=key + "bias", shape=(experts, num_outputs), is_linear=False)
+        rows += [weight, bias] if has_biases else [weight]
     if shared is not None:
         rows += decoder.linear_rows(model, SHARED_FC1, pieces * shared, hidden, shared_axes)
         rows += decoder.linear_rows(model, SHARED_FC2, hidden, shared, shared_axes)
