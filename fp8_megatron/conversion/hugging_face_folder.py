@@ -28,6 +28,8 @@ CONFIG_FILE = "config.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _SCALE_SUFFIXES = tuple(f"weight{layout.scale_suffix}" for layout in FP8Layout)
+# Tensors of whole numbers, which rules unpack.
+_PACKED = ("_blocks", "_scales")
 # Buffers that older versions of transformers saved among the weights.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".input_scale")
 
@@ -119,7 +121,7 @@ class HuggingFaceWeights:
             name: (form, layer, expert, index)
             for form in forms
             for layer in form.layers(self.model)
-            for expert in ([None] if form.has_all_experts else form.experts(self.model))
+            for expert in form.stored_experts(self.model)
             for index, name in enumerate(form.names_of(layer, expert))
         }
 
@@ -146,11 +148,8 @@ class HuggingFaceWeights:
         """Check that exactly the expected tensors exist, with the expected shapes."""
         expected: dict[str, Shape] = {}
         for rule in self._rules.values():
-            shapes = rule.split_shapes(_shape_of_one(rule, self.shapes[rule.key]))
-            experts = rule.experts(self.model)
-            if rule.has_all_experts:
-                shapes, experts = tuple((len(experts), *shape) for shape in shapes), [None]
-            for layer, expert in product(rule.layers(self.model), experts):
+            shapes = rule.stored_shapes(_shape_of_one(rule, self.shapes[rule.key]), self.model)
+            for layer, expert in product(rule.layers(self.model), rule.stored_experts(self.model)):
                 names = map(self._stored, rule.names_of(layer, expert))
                 for name, own_shape in zip(names, shapes, strict=True):
                     if name not in self._tensors.file_of:  # a number of layers in the millions ends here
@@ -160,6 +159,8 @@ class HuggingFaceWeights:
             found = self._tensors.spec(name).shape
             if found != own_shape:
                 raise CheckpointError(f"{self._folder}: {name} has shape {found}, {CONFIG_FILE} describes {own_shape}")
+            if self._tensors.spec(name).dtype is torch.uint8 and not name.endswith(_PACKED):
+                raise CheckpointError(f"{self._folder}: {name} is U8, of a quantisation that is not supported")
         for name in self._tensors.names:
             known = name in expected or name.endswith((*_SCALE_SUFFIXES, *_BUFFERS))
             if name == "lm_head.weight" and not known:  # the embedding is the head
@@ -257,12 +258,12 @@ def write_hugging_face(
     if export.fp8_layout is not None:
         if not names.family_of(model).has_linear_modules:
             raise CheckpointError(
-                f"--fp8 {export.fp8_layout.value} quantises Linear modules, and {settings['model_type']} has Conv1D "
-                f"instead, which no reader of that layout takes; export it in 16 bits"
+                f"--fp8 {export.fp8_layout.value} quantises Linear modules, and {settings['model_type']} has others, "
+                f"which no reader of that layout takes; export it in 16 bits"
             )
         unquantized = _unquantized(rules, shapes, model, export)
         settings["quantization_config"] = fp8.quantization_config(export.fp8_layout, unquantized)
-    specs = [spec for place in _places(rules, model) for spec in _specs(place, shapes[place.rule.key], export)]
+    specs = [spec for place in _places(rules, model) for spec in _specs(place, shapes[place.rule.key], model, export)]
     with SafetensorsWriter(folder, specs, max_shard_bytes=export.max_shard_bytes) as writer:
         for place in _places(rules, model):
             key = place.rule.key
@@ -274,7 +275,7 @@ def write_hugging_face(
 
 
 class _Place(NamedTuple):
-    """A weight of ours: its rule, the model's layer and its row in checkpoints, and the expert."""
+    """A weight of ours: its rule, the model's layer and its row in checkpoints, and the expert; None: all of them."""
 
     rule: Rule
     layer: int | None
@@ -306,11 +307,11 @@ def _places_of_layer(rules: Sequence[Rule], model: ModelConfig, layer: int) -> I
     for rule in rules:
         layers = rule.layers(model)
         if layer in layers:
-            yield from (_Place(rule, layer, layers.index(layer), expert) for expert in rule.experts(model))
+            yield from (_Place(rule, layer, layers.index(layer), expert) for expert in rule.stored_experts(model))
 
 
-def _specs(place: _Place, shape: Shape, export: Export) -> Iterator[TensorSpec]:
-    for name, part in zip(place.names, place.rule.split_shapes(shape), strict=True):
+def _specs(place: _Place, shape: Shape, model: ModelConfig, export: Export) -> Iterator[TensorSpec]:
+    for name, part in zip(place.names, place.rule.stored_shapes(shape, model), strict=True):
         if export.in_fp8(place):
             assert export.fp8_layout is not None
             yield from fp8.specs(export.fp8_layout, name, part)
@@ -324,7 +325,7 @@ def _theirs(place: _Place, weight: Tensor, export: Export) -> Iterator[tuple[str
     if not is_finite(weight):
         raise CheckpointError(f"{names[0]} would not be finite: the checkpoint's {rule.key} holds an inf or a NaN")
     if not export.in_fp8(place):
-        for name, part in zip(names, rule.split(weight), strict=True):
+        for name, part in zip(names, rule.stored(weight), strict=True):
             stored = part.to(export.dtype)
             if not is_finite(stored):
                 raise CheckpointError(f"{name} overflows {export.dtype} (|x| up to {part.abs().max():.0f}); use bf16")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -60,7 +60,7 @@ def logits_of_weights(
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits = torch.empty(0)
         for layer in range(model.num_layers):
-            single.decoder.layers[0] = layers[layer in model.expert_layers]
+            single.decoder.layers[0] = layers[_kind_of_layer(model, layer)]
             tensors = dict(single.named_parameters()) | dict(single.named_buffers())
             for key, own in rows.items():
                 if layer in own:
@@ -71,13 +71,31 @@ def logits_of_weights(
         return logits
 
 
-def _kinds_of_layers(model: ModelConfig) -> list[bool]:
-    """Whether a layer has experts, of each kind of layer that the model has."""
-    return sorted({layer in model.expert_layers for layer in range(model.num_layers)})
+class _Kind(NamedTuple):
+    """Whether a layer has experts, and a window."""
+
+    has_experts: bool
+    has_window: bool
 
 
-def _single_layer(model: ModelConfig, num_rows: int, has_experts: bool) -> GPTModel:
-    own = replace(model, num_layers=1, num_experts=model.num_experts if has_experts else None, moe_layer_freq="1")
+def _kind_of_layer(model: ModelConfig, layer: int) -> _Kind:
+    return _Kind(layer in model.expert_layers, model.windows[layer] is not None)
+
+
+def _kinds_of_layers(model: ModelConfig) -> list[_Kind]:
+    """Each kind of layer that the model has."""
+    return sorted({_kind_of_layer(model, layer) for layer in range(model.num_layers)})
+
+
+def _single_layer(model: ModelConfig, num_rows: int, kind: _Kind) -> GPTModel:
+    own = replace(
+        model,
+        num_layers=1,
+        num_experts=model.num_experts if kind.has_experts else None,
+        moe_layer_freq="1",
+        window_size=model.window_size if kind.has_window else None,
+        window_attn_skip_freq=None,
+    )
     # What a run sets for training alone would send tokens elsewhere, or nowhere.
     config = Config(
         model=replace(
@@ -98,7 +116,7 @@ def _single_layer(model: ModelConfig, num_rows: int, has_experts: bool) -> GPTMo
             [None],
             Attention("math", has_norms=model.qk_layernorm),
             model.activation,
-            have_experts=[has_experts],
+            have_experts=[kind.has_experts],
         ),
         vocab_size=num_rows,
         **gpt_arguments(model),
@@ -126,11 +144,12 @@ def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], Non
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config.num_hidden_layers = 1
+        has_layer_types = "sliding_attention" in (getattr(config, "layer_types", None) or ())
         config.quantization_config = None
         del config.quantization_config
 
-        def single_layer(has_experts: bool) -> Any:
-            config.decoder_sparse_step, config.mlp_only_layers = 1, [] if has_experts else [0]
+        def single_layer(kind: _Kind) -> Any:
+            config.decoder_sparse_step, config.mlp_only_layers = 1, [] if kind.has_experts else [0]
             return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
         kinds, stack = _kinds_of_layers(weights.model), weights.family.layers
@@ -151,7 +170,10 @@ def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], Non
         module.register_forward_hook(lambda _, __, output: captured.append(_hidden(output)))
     logits = torch.empty(0)
     for layer in range(weights.model.num_layers):
-        own = layers[layer in weights.model.expert_layers]
+        kind = _kind_of_layer(weights.model, layer)
+        own = layers[kind]
+        if has_layer_types:  # they choose the mask
+            single.config.layer_types = ["sliding_attention" if kind.has_window else "full_attention"]
         single.get_submodule(stack.removesuffix("."))[0] = own
         for name, param in own.named_parameters():
             param.copy_(weights.read_theirs(f"{stack}{layer}.{name}"))

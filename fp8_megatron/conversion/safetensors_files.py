@@ -30,6 +30,7 @@ _DTYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
 }
 
 

@@ -60,8 +60,23 @@ class Rule:
         return tuple(name.format(layer, expert) for name in self.names)
 
     def split_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes of their tensors, from the shape of ours. Needs no data."""
+        """The shapes that `split` gives, from the shape of ours. Needs no data."""
         return tuple(tuple(part.shape) for part in self.split(torch.empty(shape, device="meta")))
+
+    def stored(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Their tensors of ours: of one expert, or of [E, …] if they have all of a layer."""
+        if not self.has_all_experts:
+            return self.split(weight)
+        return tuple(torch.stack(parts) for parts in zip(*map(self.split, weight), strict=True))
+
+    def stored_shapes(self, shape: tuple[int, ...], model: ModelConfig) -> tuple[tuple[int, ...], ...]:
+        """The shapes of their tensors, from that of `split_shapes`."""
+        front = (len(self.experts(model)),) if self.has_all_experts else ()
+        return tuple((*front, *each) for each in self.split_shapes(shape))
+
+    def stored_experts(self, model: ModelConfig) -> Sequence[int | None]:
+        """The experts that have tensors of their own, or [None]."""
+        return [None] if self.has_all_experts else self.experts(model)
 
     def layers(self, model: ModelConfig) -> Sequence[int | None]:
         """The layers that have the weight, or [None] for a weight outside the layers."""

@@ -15,8 +15,6 @@ from .hugging_face_values import shown
 if TYPE_CHECKING:
     from .hugging_face import HuggingFace
 
-#: Families of transformers that need what no model here has.
-_LACKING = {"gpt_oss": "attention sinks, biases of experts and of their router, and a SwiGLU with clamped inputs"}
 #: The first that describes a model is its own.
 ARCHITECTURES: tuple[Architecture, ...] = (moe, decoder)
 
@@ -57,11 +55,6 @@ def hugging_face_of_json(settings: Mapping[str, Any]) -> HuggingFace:
     """
     kind, all_names = settings.get("model_type"), [each.hugging_face() for each in ARCHITECTURES]
     found = next((names for names in all_names if kind in [*names.families]), None)
-    if kind in [*_LACKING]:
-        raise CheckpointError(
-            f"config.json: model_type {shown(kind)} needs {_LACKING[kind]}, which no model here has; train it with "
-            f"fp8_megatron.initialize"
-        )
     if found is None:
         readable = ", ".join(sorted(kind for names in all_names for kind in names.families))
         raise CheckpointError(f"config.json: model_type {shown(kind)} is not supported; convertible ones: {readable}")

@@ -34,6 +34,7 @@ WORLD_SIZES = {
     "qwen3_8b": (4, 8),
     "qwen3_30b_a3b": (8, 16),
     "mixtral_8x7b": (8, 16),
+    "gpt_oss_20b": (8, 16),
 }
 
 #: Files that go over a model's.
@@ -57,6 +58,7 @@ BILLIONS = {
     "qwen3_8b": (6.9, 7.0),
     "qwen3_30b_a3b": (29.5, 30.5),
     "mixtral_8x7b": (46.0, 47.0),
+    "gpt_oss_20b": (19.5, 20.0),
 }
 
 
@@ -78,6 +80,7 @@ NAMED_GPUS = {
     "qwen3_8b": (4, 80, "4 GPUs of 80 GB"),
     "qwen3_30b_a3b": (8, 141, "8 GPUs of 141 GB"),
     "mixtral_8x7b": (8, 141, "8 GPUs of 141 GB"),
+    "gpt_oss_20b": (8, 80, "8 GPUs of 80 GB"),
 }
 
 
@@ -142,7 +145,7 @@ def test_its_size_is_the_one_in_its_name(name: str) -> None:
     model = parse_config(["--config", str(CONFIGS / f"{name}.yaml")]).model
     attention = model.hidden_size * model.head_dim * (2 * model.num_attention_heads + 2 * model.query_groups)
     width = (model.num_experts or 1) * model.expert_ffn_hidden_size
-    mlp = (3 if model.swiglu else 2) * model.hidden_size * width
+    mlp = (3 if model.is_gated else 2) * model.hidden_size * width
     low, high = BILLIONS[name]
     assert low < model.num_layers * (attention + mlp) / 1e9 < high
 

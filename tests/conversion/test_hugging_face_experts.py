@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ pytest.importorskip("transformers", reason="models are made and compared with tr
 
 from safetensors.torch import load_file, save_file
 
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.checkpoint import torch_dist
 from fp8_megatron.checkpoint.files import CheckpointError
 from fp8_megatron.checkpoint.weights import places
@@ -42,7 +44,8 @@ FC1 = EXPERTS_FC1 + "weight"
 
 def model_named(name: str, **settings: Any) -> ModelConfig:
     kind, given = MODELS[name]
-    model_type = {"Mixtral": "mixtral", "Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe"}[kind]
+    types = {"Mixtral": "mixtral", "Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe", "GptOss": "gpt_oss"}
+    model_type = types[kind]
     return model_from_json({**given, "model_type": model_type, **settings})
 
 
@@ -82,6 +85,45 @@ def test_files_may_hold_all_experts_of_a_layer_together(tmp_path: Path, name: st
         CheckpointError, match=r"down_proj has shape \(3, 96, 128\), config.json describes \(\d, 96, 128\)"
     ):
         HuggingFaceWeights(together)
+
+
+def test_mxfp4_of_gpt_oss_is_unpacked(tmp_path: Path) -> None:
+    """Against transformers' own, value for value; logits are those of its model with these values."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model, generator = make_model("gpt_oss"), torch.Generator().manual_seed(7)
+    published = save_model(model, tmp_path / "published")
+    state = _tensors(published)
+    for name in [name for name in state if name.endswith(("up_proj", "down_proj"))]:
+        experts, inputs, outputs = state.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        state[name + "_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        state[name + "_scales"] = torch.randint(120, 126, shape, generator=generator, dtype=torch.uint8)
+    save_file(state, published / "model.safetensors")
+    settings = json.loads((published / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (published / "config.json").write_text(json.dumps(settings))
+    weights = HuggingFaceWeights(published)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("up_proj", "down_proj")):
+                packed = (state[name + part] for part in ("_blocks", "_scales"))
+                parameter.copy_(convert_moe_packed_tensors(*packed, dtype=torch.float32))
+                assert torch.equal(weights.read_theirs(name), parameter), name
+        expected = model(TOKENS).logits
+    # Logits are up to 9.
+    assert (logits_of_weights(weights, weights.model, TOKENS) - expected).abs().max() < 1e-4
+    write_hugging_face(tmp_path / "out", weights, weights.model, VOCAB_SIZE, Export(torch.bfloat16))
+    written, (name, *_) = _tensors(tmp_path / "out"), [key for key, _ in model.named_parameters() if "up_proj" in key]
+    assert written[name].dtype is torch.bfloat16 and torch.equal(written[name].float(), model.get_parameter(name))
+
+
+def test_whole_numbers_are_weights_of_no_other_model(tmp_path: Path) -> None:
+    folder = save_model(make_model("mixtral"), tmp_path)
+    state = {name: value.to(torch.uint8) if "lm_head" in name else value for name, value in _tensors(folder).items()}
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is U8, of a quantisation that is not supported"):
+        HuggingFaceWeights(folder)
 
 
 def test_what_a_run_does_with_tokens_in_training_does_not_change_logits() -> None:
@@ -151,6 +193,23 @@ def test_transformers_reads_experts_in_fp8(tmp_path: Path, name: str) -> None:
     assert (ours - theirs).abs().max() < 1e-4
 
 
+def test_what_a_file_of_gpt_oss_does_not_say_is_the_published_models() -> None:
+    """gpt-oss-120b's config.json, which transformers' defaults are."""
+    import transformers
+
+    theirs = transformers.GptOssConfig()
+    required = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    model = model_from_json({"model_type": "gpt_oss", **{name: getattr(theirs, name) for name in required}})
+    assert model_from_json({**json.loads(theirs.to_json_string()), "vocab_size": theirs.vocab_size}) == model
+    assert (model.num_experts, model.moe_router_topk, model.head_dim, model.query_groups) == (128, 4, 64, 8)
+    assert model.windows == [127, None] * 18 and model.softmax_type == "learnable"
+    assert model.activation == Activation("clamped_swiglu", (7.0, 1.702))
+    assert model.rope_magnitude == pytest.approx(0.1 * math.log(32) + 1)
+    plain = replace(model, position_embedding_type="rope", vocab_size=theirs.vocab_size)
+    settings = hugging_face_of_json({"model_type": "gpt_oss"}).json_from_model(plain, theirs.vocab_size, "float32")
+    assert model_from_json(settings).position_embedding_type == "rope"
+
+
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe", "Qwen3Moe"])
 def test_what_a_file_does_not_say_is_transformers_default(kind: str) -> None:
     import transformers
@@ -200,17 +259,16 @@ def test_layers_with_experts(settings: dict[str, Any], layers: tuple[int, ...]) 
         ("qwen3_moe", {"use_sliding_window": True, "num_experts": []}, "use_sliding_window.*\n.*num_experts"),
         ("qwen3_moe", {"hidden_size": "96"}, r"hidden_size\('96'\) is wrong"),
         ("qwen2_moe", {"qkv_bias": False}, r"qkv_bias\(False\) is not supported; only True"),
+        ("gpt_oss", {"attention_bias": False}, r"attention_bias\(False\) is not supported \(gpt-oss has biases every"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha\(1.5\) is not supported"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, r"its layers have windows or none\); only full_atten"),
+        ("gpt_oss", {"sliding_window": None}, r"sliding_window\(None\) is wrong"),
         ("mixtral", {"router_jitter_noise": 1.5}, r"router_jitter_noise\(1.5\) is wrong"),
     ],
 )
 def test_settings_that_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         model_named(name, **settings)
-
-
-def test_gpt_oss_is_refused_by_what_it_needs() -> None:
-    with pytest.raises(CheckpointError, match="'gpt_oss' needs attention sinks, biases of experts and of their router"):
-        hugging_face_of_json({"model_type": "gpt_oss"})
 
 
 @pytest.mark.parametrize(

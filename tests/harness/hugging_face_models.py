@@ -76,6 +76,20 @@ MODELS |= {
     "mixtral": ("Mixtral", {**_EXPERTS, "intermediate_size": 128, "num_local_experts": 4, "router_jitter_noise": 0.1}),
     "qwen2_moe": ("Qwen2Moe", {**_QWEN_MOE, "shared_expert_intermediate_size": 48, "norm_topk_prob": True}),
 }
+#: Clamped inputs, sinks, and windows of five tokens in two of three layers.
+_GPT_OSS = {
+    **_EXPERTS,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "num_local_experts": 4,
+    "sliding_window": 5,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {**_YARN, "factor": 8.0, "truncate": False},
+}
+MODELS |= {
+    "gpt_oss": ("GptOss", _GPT_OSS),
+    "gpt_oss_window_last": ("GptOss", {**_GPT_OSS, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}),
+}
 #: Read alone: written as a Llama, which computes the same.
 READ_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": None}),

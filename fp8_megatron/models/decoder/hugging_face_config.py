@@ -27,10 +27,13 @@ from ..hugging_face_values import (
     wrong_types,
 )
 from .hugging_face_rope import rope_of, scaling_json, scaling_of, scaling_problems
-from .hugging_face_rules import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, rules_of
+from .hugging_face_rules import GPT2, GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, rules_of
+from .hugging_face_windows import layer_type_problems, windows_json, windows_of_json
 
 #: As `HuggingFace.families`; a model is written as the first that computes the same.
 families = {family.model_type: family for family in (GPT2, LLAMA, QWEN3, MISTRAL, QWEN2)}
+#: Those that `model_from_json` reads: gpt-oss too, for `models.moe`.
+_READ = {**families, GPT_OSS.model_type: GPT_OSS}
 
 #: Hugging Face's names of GELU: of its tanh form, and of the exact one. The first is written.
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -73,6 +76,11 @@ _ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
         **_LIKE_QWEN,
         "attention_bias": ((None, False), "a model with norms of query and key has no biases"),
     },
+    GPT_OSS: {
+        **_LIKE_LLAMA,
+        "attention_bias": ((True,), "gpt-oss has biases everywhere"),
+        "swiglu_alpha": ((1.702,), "the gate is GELU's sigmoid form"),
+    },
 }
 
 
@@ -107,6 +115,7 @@ _SAME: dict[Family, tuple[tuple[str, str, Any], ...]] = {
     MISTRAL: _same_as_llama(131_072),
     QWEN2: _same_as_llama(32_768),
     QWEN3: _same_as_llama(32_768),
+    GPT_OSS: _same_as_llama(131_072),
 }
 
 
@@ -144,11 +153,12 @@ _OTHER_CHECKS = {
     ),
     **dict.fromkeys((LLAMA, QWEN2, QWEN3), _LLAMA_CHECKS),
     MISTRAL: (*_LLAMA_CHECKS, ("sliding_window", count(), True)),
+    GPT_OSS: (*_LLAMA_CHECKS, ("sliding_window", count(), False), ("swiglu_limit", number(above=0), False)),
 }
-#: Tokens that a Mistral's token attends to, itself included, where the file does not say.
-_MISTRALS_WINDOW = 4096
+#: The clamp of gpt-oss's activation's inputs.
+_GPT_OSS_LIMIT = 7.0
 #: Groups of keys and values where the file does not name them; otherwise, and where it has null, one a head.
-_GROUPS = {MISTRAL: 8, QWEN2: 32, QWEN3: 32}
+_GROUPS = {MISTRAL: 8, QWEN2: 32, QWEN3: 32, GPT_OSS: 8}
 #: The width of a head where the file does not give it; otherwise it is hidden_size / num_attention_heads.
 _HEAD_DIM = {QWEN3: 128}
 #: ``bos_token_id`` and ``eos_token_id`` where the file does not name them; otherwise there are none.
@@ -164,7 +174,7 @@ _GPT2_ALIASES = {
 
 def model_from_json(settings: Json) -> ModelConfig:
     """As `HuggingFace.model_from_json`."""
-    family = families[settings["model_type"]]
+    family = _READ[settings["model_type"]]
     settings = without_aliases(settings, _GPT2_ALIASES if family is GPT2 else {})
     refuse(json_problems(settings))
     values = {ours: settings.get(theirs, default) for theirs, ours, default in _SAME[family]}
@@ -187,10 +197,11 @@ def model_from_json(settings: Json) -> ModelConfig:
         num_query_groups=groups if groups != heads else 1,
         rotary_base=int(rope_of(settings)["rope_theta"]),
         **{"position_embedding_type": "rope", **scaling_of(rope_of(settings))},
-        window_size=_window_of_json(family, settings),
+        **windows_of_json(family, settings),
+        **_activation_of_json(family, settings),
         qk_layernorm=family is QWEN3,
+        softmax_type="learnable" if family is GPT_OSS else "vanilla",
         normalization="RMSNorm",
-        swiglu=True,
         disable_bias_linear=not mlp_bias,
         add_qkv_bias=attention_bias and not mlp_bias,
         untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", False),
@@ -199,14 +210,14 @@ def model_from_json(settings: Json) -> ModelConfig:
 
 def json_problems(settings: Json) -> list[str]:
     """What keeps a ``config.json`` from describing a model of this project, a line for each."""
-    family = families[settings["model_type"]]
+    family = _READ[settings["model_type"]]
     checks = [(theirs, _CHECKS[ours], False) for theirs, ours, _ in _SAME[family]]
     return list(wrong_types(settings, (*checks, *_OTHER_CHECKS[family]))) or list(_problems(family, settings))
 
 
 def token_ids_of_json(settings: Json) -> dict[str, Any]:
     """As `HuggingFace.token_ids_of_json`."""
-    bos, eos = _TOKEN_IDS.get(families[settings["model_type"]], (None, None))
+    bos, eos = _TOKEN_IDS.get(_READ[settings["model_type"]], (None, None))
     defaults = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None}
     return {name: settings.get(name, default) for name, default in defaults.items()}
 
@@ -235,14 +246,7 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
         yield f"rope_theta({shown(rope['rope_theta'])}) is wrong: {expected}; correct it"
     elif rope["rope_theta"] != int(rope["rope_theta"]):
         yield f"rope_theta({rope['rope_theta']}) is not a whole number, which rotary_base is"
-    kinds = settings.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        yield f"layer_types({shown(kinds)}) is not supported (attention sees the whole context); only full_attention"
-    elif kinds is not None and len(kinds) != settings.get("num_hidden_layers"):
-        yield (
-            f"layer_types has {len(kinds)} entries for num_hidden_layers({settings.get('num_hidden_layers')}); "
-            "correct one of them"
-        )
+    yield from layer_type_problems(family, settings)
     attention_bias, mlp_bias = _biases(family, settings)
     if mlp_bias and not attention_bias:
         yield (
@@ -251,12 +255,11 @@ def _problems(family: Family, settings: Json) -> Iterator[str]:
         )
 
 
-def _window_of_json(family: Family, settings: Json) -> str | None:
-    """``--window-size``; their window counts the token itself."""
-    if family is not MISTRAL:
-        return None
-    window = settings.get("sliding_window", _MISTRALS_WINDOW)
-    return None if window is None else f"{window - 1},0"
+def _activation_of_json(family: Family, settings: Json) -> dict[str, Any]:
+    if family is not GPT_OSS:
+        return {"swiglu": True}
+    limit = float(settings.get("swiglu_limit", _GPT_OSS_LIMIT))
+    return {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": limit}
 
 
 def _heads(family: Family, settings: Json) -> tuple[int, int, int, int | None]:
@@ -273,7 +276,7 @@ def _heads(family: Family, settings: Json) -> tuple[int, int, int, int | None]:
 def _biases(family: Family, settings: Json) -> tuple[bool, bool]:
     """Whether attention and MLP have biases."""
     if family is not LLAMA:
-        return family is QWEN2, False
+        return family in (QWEN2, GPT_OSS), family is GPT_OSS
     return bool(settings.get("attention_bias")), bool(settings.get("mlp_bias"))
 
 
@@ -283,6 +286,7 @@ _ARCHITECTURES = {
     MISTRAL: "MistralForCausalLM",
     QWEN2: "Qwen2ForCausalLM",
     QWEN3: "Qwen3ForCausalLM",
+    GPT_OSS: "GptOssForCausalLM",
 }
 
 
@@ -299,12 +303,15 @@ def reasons_against(family: Family, model: ModelConfig) -> list[str]:
 def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
     """(Whether it holds, what it is) of what may stand against an architecture."""
     positions = f"position_embedding_type({model.position_embedding_type})"
+    softmax, activation = ("learnable", "clamped_swiglu") if family is GPT_OSS else ("vanilla", "swiglu")
+    sinks = (model.softmax_type != softmax, f"softmax_type({model.softmax_type})")
     if family is GPT2:
         unequal = model.query_width != model.hidden_size
         return [
             (model.position_embedding_type != "learned_absolute", positions),
             (model.normalization != "LayerNorm", f"normalization({model.normalization})"),
             (not model.has_gelu, model.activation.kind),
+            sinks,
             (model.qk_layernorm, "qk_layernorm"),
             (model.window_size is not None, f"window_size({model.window_size})"),
             (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
@@ -313,6 +320,8 @@ def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
     window = (model.window_size is not None, f"window_size({model.window_size})")
     if family is MISTRAL:
         window = (len({*model.windows}) != 1, "layers without a window")
+    elif family is GPT_OSS:
+        window = (False, "any window")
     has_qkv_bias, heads = not model.disable_bias_linear or model.add_qkv_bias, model.num_attention_heads
     scales_twice = model.use_rope_scaling and model.rotary_seq_len_interpolation_factor != 1
     return [
@@ -320,11 +329,13 @@ def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
         window,
         (not model.uses_rope, positions),
         (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
-        (not model.swiglu, "no swiglu"),
+        sinks,
+        (model.activation.kind != activation, f"no {activation}"),
         (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
         (model.rotary_interleaved, "rotary_interleaved"),
         (scales_twice, "use_rope_scaling beside rotary_seq_len_interpolation_factor"),
         (family in (MISTRAL, QWEN3) and has_qkv_bias, "biases"),
+        (family is GPT_OSS and model.disable_bias_linear, "no biases"),
         (family is QWEN2 and not (model.disable_bias_linear and model.add_qkv_bias), "other biases than QKV's"),
         # Transformers 5 builds no such Llama, whatever the width of its heads.
         (
@@ -377,6 +388,10 @@ def json_of_family(family: Family, model: ModelConfig, vocab_size: int, dtype: s
         del theirs["attention_bias"]
         (window,) = {*model.windows}
         return {**theirs, "sliding_window": None if window is None else window + 1}
+    if family is GPT_OSS:
+        rope = scaling_json(model) or {"rope_type": "default"}  # theirs is YaRN without one
+        limit = model.activation_func_clamp_value
+        return {**theirs, **windows_json(model), "rope_scaling": rope, "swiglu_limit": limit}
     if family is QWEN2:
         del theirs["attention_bias"]
     if family in (QWEN2, QWEN3):

@@ -9,7 +9,7 @@ Each weight of ours has a `Rule`. The layouts differ as follows:
 - RoPE: both rotate the two halves of a head against each other (not interleaved pairs), so heads are copied.
 - Llama's attention has biases of both QKV and projection, or none. If ours has QKV biases only, the projection's are
   zero in theirs; non-zero ones are refused. Qwen2 has QKV biases alone.
-- Qwen3 has norms of query and key heads. The rest of Mistral, Qwen2 and Qwen3 is Llama's.
+- Qwen3 has norms of query and key heads, gpt-oss a sink for each head. The rest of Mistral, Qwen2 and Qwen3 is Llama's.
 - A tied head is stored once, as the embedding. Only ours pads the vocabulary.
 """
 
@@ -34,10 +34,13 @@ from .table import (
     PROJECTION,
     QKV,
     QUERY_NORM,
+    SINKS,
 )
 
 GPT2 = Family("gpt2", layers="transformer.h.", prefix="transformer.", has_linear_modules=False)
 LLAMA, MISTRAL, QWEN2, QWEN3 = map(Family, ("llama", "mistral", "qwen2", "qwen3"))
+#: Outside its experts, which every layer has (`models.moe`).
+GPT_OSS = Family("gpt_oss", has_linear_modules=False)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def gated_rules(model: ModelConfig, fc1: str, fc2: str, module: str) -> list[Rul
 
 
 def llama_rules(family: Family, model: ModelConfig, vocab_size: int, mlp: Sequence[Rule]) -> list[Rule]:
-    """Of Llama, Mistral, Qwen2 and Qwen3 with the rules `mlp` behind attention and its norm."""
+    """Of Llama and its kin with the rules `mlp` behind attention and its norm."""
     heads, layer, has_bias = Heads.of(model), "model.layers.{}.", not model.disable_bias_linear
 
     def join_qkv_bias(parts: Sequence[Tensor]) -> Tensor:
@@ -190,6 +193,7 @@ def llama_rules(family: Family, model: ModelConfig, vocab_size: int, mlp: Sequen
         *_linear_rules(model, QKV, projections, heads.join, heads.split),
         *qkv_bias,
         *head_norms,
+        *([Rule(SINKS, (f"{layer}self_attn.sinks",))] if model.softmax_type == "learnable" else []),
         *_linear_rules(model, PROJECTION, ("self_attn.o_proj",)),
         *_norm_rules(MLP_NORM, f"{layer}post_attention_layernorm", ("weight",)),
         *mlp,

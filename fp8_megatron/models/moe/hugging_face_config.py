@@ -1,5 +1,5 @@
-"""``config.json`` of Hugging Face's Mixtral, Qwen2-MoE and Qwen3-MoE ↔ the model section of a configuration, and the
-names of their weights.
+"""``config.json`` of Hugging Face's Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss ↔ the model section of a configuration,
+and the names of their weights.
 
 Outside its experts, a family with experts is a dense one (`_DENSE`), whose settings and names `models.decoder` reads
 and writes. The rest is here: which layers have experts, how a token chooses them, and their tensors.
@@ -19,6 +19,7 @@ from typing import Any
 from ...config.model import ModelConfig
 from ..decoder import hugging_face_config as decoder
 from ..decoder.hugging_face_rules import (
+    GPT_OSS,
     MISTRAL,
     QWEN2,
     QWEN3,
@@ -30,17 +31,19 @@ from ..decoder.hugging_face_rules import (
 from ..decoder.table import FC1, FC2
 from ..hugging_face import Family, Rule, first_without
 from ..hugging_face_values import Json, count, number, refuse, shown, truth, without_aliases, wrong_types
+from .hugging_face_gpt_oss import mixture_rules
 from .table import EXPERTS_FC1, EXPERTS_FC2, ROUTER, SHARED_FC1, SHARED_FC2, SHARED_GATE
 
 MIXTRAL, QWEN3_MOE, QWEN2_MOE = map(Family, ("mixtral", "qwen3_moe", "qwen2_moe"))
 #: As `HuggingFace.families`; a model is written as the first that computes the same.
-families = {family.model_type: family for family in (MIXTRAL, QWEN3_MOE, QWEN2_MOE)}
+families = {family.model_type: family for family in (MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS)}
 #: The dense family that each is outside its experts.
-_DENSE = {MIXTRAL: MISTRAL, QWEN3_MOE: QWEN3, QWEN2_MOE: QWEN2}
+_DENSE = {MIXTRAL: MISTRAL, QWEN3_MOE: QWEN3, QWEN2_MOE: QWEN2, GPT_OSS: GPT_OSS}
 _ARCHITECTURES = {
     MIXTRAL: "MixtralForCausalLM",
     QWEN3_MOE: "Qwen3MoeForCausalLM",
     QWEN2_MOE: "Qwen2MoeForCausalLM",
+    GPT_OSS: "GptOssForCausalLM",
 }
 _QWEN_DEFAULTS = {
     "decoder_sparse_step": 1,
@@ -65,12 +68,23 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
         "shared_expert_intermediate_size": 5632,
         "qkv_bias": True,
     },
+    GPT_OSS: {"num_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001},
 }
 #: The defaults of other settings, where the dense family has another.
 _OTHER_DEFAULTS: dict[Family, dict[str, Any]] = {
     MIXTRAL: {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
     QWEN3_MOE: {"num_key_value_heads": 4},
     QWEN2_MOE: {"num_key_value_heads": 16},
+    GPT_OSS: {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "attention_bias": True},
+}
+#: RoPE of a gpt-oss whose file has none.
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 
 
@@ -133,8 +147,11 @@ def _dense_settings(family: Family, settings: Json) -> dict[str, Any]:
     nested = [settings.get(name) for name in ("rope_parameters", "rope_scaling")]
     if any(isinstance(rope, dict) and "rope_theta" in rope for rope in nested):
         defaults.pop("rope_theta", None)
+    if family is GPT_OSS and not any(nested):
+        settings = {**settings, "rope_scaling": _GPT_OSS_ROPE}
     hidden, heads = settings.get("hidden_size"), settings.get("num_attention_heads")
-    if settings.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and 0 < heads <= hidden:
+    width = settings.get("head_dim", defaults.get("head_dim"))
+    if width is None and isinstance(hidden, int) and isinstance(heads, int) and 0 < heads <= hidden:
         settings = {**settings, "head_dim": hidden // heads}
     others = {name: value for name, value in settings.items() if name not in ("num_local_experts", "model_type")}
     return defaults | others
@@ -175,7 +192,7 @@ def _reasons_against(family: Family, model: ModelConfig) -> list[str]:
         ),
         ("sinkhorn" in model.moe_router_load_balancing_type, "moe_router_load_balancing_type(sinkhorn)"),
     ]
-    if family is MIXTRAL:
+    if family in (MIXTRAL, GPT_OSS):
         against.append((model.moe_router_pre_softmax, "moe_router_pre_softmax"))
         against.append((len(model.expert_layers) < model.num_layers, f"moe_layer_freq({model.moe_layer_freq})"))
     if family is QWEN2_MOE:
@@ -197,13 +214,9 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
         "output_router_logits": False,
         "router_aux_loss_coef": model.balancing_losses.get("aux_loss", 0.0),
     }
-    if family is MIXTRAL:
-        return {
-            **theirs,
-            "intermediate_size": model.expert_ffn_hidden_size,
-            "num_local_experts": model.num_experts,
-            "router_jitter_noise": model.moe_input_jitter_eps or 0.0,
-        }
+    if family in (MIXTRAL, GPT_OSS):
+        theirs |= {"intermediate_size": model.expert_ffn_hidden_size, "num_local_experts": model.num_experts}
+        return theirs | ({"router_jitter_noise": model.moe_input_jitter_eps or 0.0} if family is MIXTRAL else {})
     theirs |= {
         "num_experts": model.num_experts,
         "decoder_sparse_step": 1,
@@ -226,6 +239,8 @@ def rules(model: ModelConfig, vocab_size: int, settings: Json | None = None) -> 
 
 def _mixture(family: Family, model: ModelConfig) -> list[Rule]:
     """Of a layer's router, experts and shared expert."""
+    if family is GPT_OSS:
+        return mixture_rules()
     layer = "model.layers.{}.mlp."
     router, fused = Rule(ROUTER + "weight", (layer + "gate.weight",)), layer + "experts."
     one, (gate, up, down) = layer + "experts.{}.", ("gate_proj", "up_proj", "down_proj")
