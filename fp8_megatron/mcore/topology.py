@@ -193,7 +193,7 @@ def is_linear_weight(name: str, param: torch.nn.Parameter) -> bool:
 def row_split_of(param: torch.nn.Parameter) -> RowSplit | None:
     """The matrices that a rank's weight has: query, key and value (``row_split``), gate and up, or one (None)."""
     split: RowSplit | None = getattr(param, "row_split", None)
-    pieces = getattr(param, "partition_stride", 1)
+    pieces = getattr(param, "partition_stride", 1) if param.ndim > 1 else 1  # a bias is no matrix
     return split if split is not None or pieces == 1 else RowSplit(1, (param.shape[-2] // pieces,) * pieces)
 
 
