@@ -137,6 +137,19 @@ def test_what_cannot_work_is_one_line_with_its_values(flags: str, said: str) -> 
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
+def test_experts_with_biases_are_whole_and_not_made_of_mlps() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(config_of("--no-disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel"), 2)
+    assert str(error.value) == (
+        "expert_tensor_parallel_size(2): experts with biases are whole, as in Megatron; give "
+        "--expert-tensor-parallel-size 1, or --disable-bias-linear"
+    )
+    with pytest.raises(
+        ConfigError, match="moe_use_upcycling: experts with biases are not made of MLPs; give --disable"
+    ):
+        check_config(config_of("--no-disable-bias-linear --moe-use-upcycling --load x"), 1)
+
+
 def test_ranks_that_hold_no_whole_copy_of_the_experts() -> None:
     with pytest.raises(ConfigError) as error:
         check_config(config_of("--expert-model-parallel-size 4 --global-batch-size 4"), 2)
