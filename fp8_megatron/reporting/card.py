@@ -176,7 +176,7 @@ def page(card: Card) -> str:
     assert made is not None
     versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
     lines += [
-        f"Made on {made.date}, on {made.device} ranks: {card.ranks}; {versions}.",
+        f"Made on {made.date}, on {made.device}, ranks: {card.ranks}; {versions}.",
         "",
         "| step | " + " | ".join(map(str, made.losses)) + " |",
         "| --- |" + " --- |" * len(made.losses),
