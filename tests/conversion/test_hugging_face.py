@@ -238,7 +238,7 @@ NO_NUMBERS = ("1e-5", None, True, -1.0, 0, float("nan"), float("inf"), [], 10**4
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_type": "mamba"}, r"model_type 'mamba' is not supported; convertible ones: gpt2, llama"),
+        ({"model_type": "mamba"}, r"model_type 'mamba' is not supported; convertible ones: gpt2, gpt_oss, llama"),
         ({"model_type": "gpt2", "activation_function": "relu"}, r"activation_function\(relu\) .*gelu_new"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, r"inverse_layer_idx\(True\)"),
         ({"model_type": "gpt2", "add_cross_attention": True}, r"add_cross_attention\(True\)"),
