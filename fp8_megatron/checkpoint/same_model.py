@@ -6,7 +6,7 @@ Every reader asks here: ``--load`` and conversions, of this project's checkpoint
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 from ..config.fields import FieldType, field_types
 from ..config.model import YARN_SETTINGS, ModelConfig
 from ..config.words import flag_with
-from ..models.registry import ARCHITECTURES, architecture_of
+from ..models.registry import ARCHITECTURES, architecture_of, weight_shapes
 
-#: Settings that the shapes of all weights show. None has a default that others decide.
+#: Settings that come first, because others mean something beside them alone.
 _SIZES = ("num_layers", "hidden_size", "num_experts")
 #: Megatron's arguments that change what a model computes and that no setting here stands for, each with the values
 #: under which it changes nothing. A setting that comes to stand for one replaces its row by a name in
@@ -56,7 +56,8 @@ class Difference:
 
     def sentence(self, folder: Path, holder: str, fix: str) -> str:
         """The error's line; `folder` is the checkpoint's."""
-        means = "another model" if self.name in _SIZES else "under which those weights compute something else"
+        is_computed = any(self.name in each.computed_settings for each in ARCHITECTURES)
+        means = "under which those weights compute something else" if is_computed else "another model"
         return (
             f"{folder} was saved with {self.name}({self.saved}), {holder} has {self.name}({self.own}), {means}; {fix}"
         )
@@ -141,8 +142,26 @@ def first_difference(saved: Mapping[str, Any], model: ModelConfig, *, finetune: 
         finetune: allow another base and scaling of RoPE, YaRN too, for a longer context.
     """
     size = next((name for name in _SIZES if name in saved and saved[name] != getattr(model, name)), None)
-    name = size or architecture_of(model).changed_setting(saved, model, finetune=finetune)
+    name = size or architecture_of(model).changed_setting(saved, model, finetune=finetune) or _shown(saved, model)
     return None if name is None else Difference(name, saved[name], getattr(model, name))
+
+
+def _shown(saved: Mapping[str, Any], model: ModelConfig) -> str | None:
+    """The first of the saved settings with which a weight has another name or shape."""
+    theirs = model
+    for name in (each.name for each in fields(ModelConfig) if each.name in saved):
+        theirs = replace(theirs, **{name: saved[name]})
+        if saved[name] != getattr(model, name) and _shapes(theirs) not in (None, _shapes(model)):
+            return name
+    return None
+
+
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]] | None:
+    """Of all weights; None if the settings are those of no model."""
+    try:
+        return weight_shapes(model, padded_vocab_size=0)
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def unread_tensor(folder: Path, found: Iterable[str], read: Collection[str]) -> str | None:

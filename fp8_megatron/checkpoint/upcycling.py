@@ -55,7 +55,8 @@ def upcycling_problem(folder: Path, model: ModelConfig, granularity: int) -> str
         return None
     if problem_of(model) is None:
         return f"moe_use_upcycling takes a model without experts, and {folder} has these experts; drop it to go on"
-    return f"moe_use_upcycling takes a model without experts: {problem}"
+    width = f"ffn_hidden_size is {granularity} × an expert's {model.expert_ffn_hidden_size}"
+    return f"moe_use_upcycling takes a model without experts whose {width}: {problem}"
 
 
 def load_upcycled(folder: Path, state: Resumable, granularity: int) -> Progress:

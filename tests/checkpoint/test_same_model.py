@@ -164,6 +164,38 @@ def test_differences(arguments: dict[str, object], model: ModelConfig, flag: str
 
 
 @pytest.mark.parametrize(
+    ("settings", "own", "flag"),
+    [
+        ({"moe_ffn_hidden_size": 64}, {}, "--moe-ffn-hidden-size 64"),
+        ({}, {"moe_ffn_hidden_size": 64}, "--moe-ffn-hidden-size none"),
+        ({"moe_ffn_hidden_size": 256}, {}, None),
+        (
+            {"moe_shared_expert_intermediate_size": 64},
+            {"moe_shared_expert_intermediate_size": 32},
+            "--moe-shared-expert-intermediate-size 64",
+        ),
+        ({}, {"moe_shared_expert_intermediate_size": 32}, "--moe-shared-expert-intermediate-size none"),
+        (
+            {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
+            {"moe_shared_expert_intermediate_size": 32},
+            "--moe-shared-expert-gate",
+        ),
+        ({"moe_router_enable_expert_bias": True}, {}, "--moe-router-enable-expert-bias"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, {"add_qkv_bias": True}, "--qk-layernorm"),
+        ({"num_query_groups": 4}, {}, "--num-query-groups 4"),
+        ({"kv_channels": 32}, {}, None),
+        ({"num_query_groups": 1, "group_query_attention": False}, {}, "--no-group-query-attention"),
+    ],
+)
+def test_sizes_differ_by_what_they_mean(settings: dict[str, object], own: dict[str, object], flag: str | None) -> None:
+    """A width that another setting gives by default is no other one."""
+    experts = replace(LLAMA_STYLE, num_experts=4)
+    found = first_difference(asdict(replace(experts, **settings)), replace(experts, **own))  # type: ignore[arg-type]
+    assert (None if found is None else found.flag) == flag
+    assert found is None or "another model; give" in found.sentence(FOLDER, "this run", f"give {found.flag}")
+
+
+@pytest.mark.parametrize(
     ("model", "is_told"), [(WITHOUT_BIASES, True), (GPT3_STYLE, False), (replace(LLAMA_STYLE, swiglu=True), False)]
 )
 def test_a_checkpoint_of_a_version_with_one_gelu(model: ModelConfig, is_told: bool, tmp_path: Path) -> None:

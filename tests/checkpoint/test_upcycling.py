@@ -136,7 +136,7 @@ def test_a_dense_model_of_megatron(ranks: RankPool, tmp_path_factory: pytest.Tem
     expected = ranks.run(run_tiny_on_a_rank, dense, 1, run / "dp_reshardable", None, options, num_ranks=1)[0]
     assert found.losses == pytest.approx(expected.losses, abs=2**-8)
     other = replace(config, model=replace(config.model, moe_ffn_hidden_size=2 * width))
-    with pytest.raises(RankError, match=r"linear_fc1.weight has shape .* this model's is"):
+    with pytest.raises(RankError, match=r"whose ffn_hidden_size is 1 × an expert's 512: .* this run has ffn_hidden"):
         upcycled(ranks, other, run / "dp_reshardable", 1)
 
 
