@@ -96,14 +96,15 @@ def loss_chunk_problems(config: Config) -> Iterator[str]:
     name = f"loss_chunk_size({size})"
     if config.precision.precision == "te":
         yield f"{name} is for this project's loss, not precision(te)'s; choose precision fp8 or bf16"
-    cp = parallel.context_parallel_size
-    positions = config.model.seq_length // cp
+    cp, shares = parallel.context_parallel_size, parallel.sequence_shares
+    positions, multiple = config.model.seq_length // cp, FP8_GEMM_MULTIPLE * shares
+    largest = (positions - 1) // multiple * multiple
     if size >= positions:
         divided = f" / context_parallel_size({cp})" if cp > 1 else ""
         length = f"seq_length({config.model.seq_length}){divided}"
-        yield f"{name} is not below {length}; choose less than {positions}, or drop it"
-    shares = parallel.sequence_shares
-    multiple = FP8_GEMM_MULTIPLE * shares
-    if size % multiple:
+        fix = f"choose at most {largest}, or drop it" if largest else "drop it"
+        yield f"{name} is not below {length}; {fix}"
+    elif size % multiple:
         over = f"{FP8_GEMM_MULTIPLE} × tensor_model_parallel_size({shares}) = " if shares > 1 else ""
-        yield f"{name} is not a multiple of {over}{multiple}; choose {max(1, size // multiple) * multiple}"
+        fix = f"choose {min(max(1, size // multiple) * multiple, largest)}" if largest else "drop it"
+        yield f"{name} is not a multiple of {over}{multiple}; {fix}"

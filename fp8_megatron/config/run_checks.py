@@ -167,7 +167,12 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
     if config.training.rollback_on_loss_spike and config.training.loss_spike_threshold == 0:
         yield "rollback_on_loss_spike has no effect with loss_spike_threshold(0); give one above 0"
     if checkpoint.load is None:
-        if checkpoint.finetune:
+        if checkpoint.finetune and checkpoint.pretrained_checkpoint is not None:
+            yield (
+                f"finetune takes weights from load, which is not given; drop it: from pretrained_checkpoint("
+                f"{checkpoint.pretrained_checkpoint}) the run takes the weights alone"
+            )
+        elif checkpoint.finetune:
             yield "finetune takes weights from load, which is not given; give --load"
         if checkpoint.moe_use_upcycling and checkpoint.pretrained_checkpoint is None:
             yield "moe_use_upcycling takes weights from a checkpoint; give --load, or --pretrained-checkpoint"

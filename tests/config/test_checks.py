@@ -226,7 +226,17 @@ FULL = "--recompute-granularity full "
             "cpu_offloading_num_layers(10) % recompute_num_layers(4) = 2: recomputed chunks are offloaded whole",
         ),
         (1, "--cpu-offloading-num-layers 2 --cuda-graph-impl local", "does not record copies to the host,"),
-        (1, "--loss-chunk-size 1024", "loss_chunk_size(1024) is not below seq_length(1024); choose less than 1024"),
+        (
+            1,
+            "--loss-chunk-size 1024",
+            "is not below seq_length(1024); choose at most 1008, or drop",
+        ),
+        (
+            2,
+            "--loss-chunk-size 512 --context-parallel-size 2 --attention-dropout 0",
+            "context_parallel_size(2); choose at most 496, or drop",
+        ),
+        (1, "--loss-chunk-size 8 --seq-length 16", "loss_chunk_size(8) is not a multiple of 16; drop it"),
         (1, "--loss-chunk-size 100", "loss_chunk_size(100) is not a multiple of 16; choose 96"),
         (2, "--loss-chunk-size 16 --tensor-model-parallel-size 2 --sequence-parallel", "loss_chunk_size(16) is not"),
         (1, "--mlp-chunks-for-training 4 --recompute-activations", "mlp_chunks_for_training(4): backward recomputes"),
@@ -341,6 +351,11 @@ FULL = "--recompute-granularity full "
         (1, "--ckpt-step 5", "ckpt_step(5) names a checkpoint of load, which is not given; give --load"),
         (1, "--load here --ckpt-step 0", "ckpt_step(0) is out of range"),
         (1, "--finetune", "finetune takes weights from load, which is not given; give --load"),
+        (
+            1,
+            "--finetune --pretrained-checkpoint x",
+            "drop it: from pretrained_checkpoint(x) the run takes the weights alone",
+        ),
         (
             *(2, f"{EVALUATES} --micro-batch-size 4 --eval-global-batch-size 12"),
             "eval_global_batch_size(12) is not a multiple of micro_batch_size(4) × data-parallel size(2) = 8; choose 8",

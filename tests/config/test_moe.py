@@ -58,6 +58,7 @@ def test_megatron_core_has_the_same_experts() -> None:
         ("--moe-aux-loss-coeff 1e-2", "aux_loss", 0.01),
         ("--moe-router-load-balancing-type sinkhorn --moe-router-topk 1", "sinkhorn", 0.0),
         ("--moe-router-load-balancing-type none", "none", 0.0),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0", "none", 0.0),
     ],
 )
 def test_one_loss_is_no_list(flags: str, kind: str, factor: float) -> None:
@@ -78,7 +79,10 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
     [
         ("--moe-layer-freq [1]*3", "moe_layer_freq([1]*3) is neither a number of layers nor a list of 0 and 1 for num"),
         ("--moe-layer-freq 0", "moe_layer_freq(0) is neither"),
-        ("--moe-layer-freq [0]*4", "moe_layer_freq([0]*4) leaves no layer with experts"),
+        (
+            "--moe-layer-freq [0]*4",
+            "leaves no layer with experts; give --moe-layer-freq 1, or a list such as [0]*1+[1]*3",
+        ),
         (
             "--no-disable-bias-linear --moe-shared-expert-intermediate-size 64",
             "moe_shared_expert_intermediate_size(64): a shared expert has no biases, as in Megatron; give --disable-bi",
@@ -92,7 +96,11 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
         ("--moe-router-num-groups 8 --moe-router-group-topk 1", "moe_router_topk(2) experts do not come from"),
         (
             "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1",
-            "moe_aux_loss_coeff(1): sinkhorn has no loss",
+            "coeff(1) has no effect with moe_router_load_balancing_type(sinkhorn), which has no loss; give 0",
+        ),
+        (
+            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-2",
+            "coeff(1e-2) has no effect with moe_router_load_balancing_type(none), which has no loss; give 0",
         ),
         (
             "--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax",

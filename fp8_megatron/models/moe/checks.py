@@ -8,7 +8,7 @@ from math import gcd, lcm
 from ...config.fields import MAX_REAL
 from ...config.moe import ALONE, LOSSES
 from ...config.schema import Config
-from ...config.words import multiples_near, shortened
+from ...config.words import multiples_near, number, shortened
 from ...storage import CHUNK
 from ..decoder.checks import problems as decoder_problems
 
@@ -45,15 +45,13 @@ def problems(config: Config) -> Iterator[str]:
 def _layer_problems(config: Config) -> Iterator[str]:
     """Check which layers have experts, and what an expert is."""
     model = config.model
-    pattern = f"moe_layer_freq({shortened(model.moe_layer_freq)})"
+    pattern, count = f"moe_layer_freq({shortened(model.moe_layer_freq)})", model.num_layers
+    fix = "give --moe-layer-freq 1" + (f", or a list such as [0]*1+[1]*{count - 1}" if count > 1 else "")
     try:
         if not model.expert_layers:
-            yield f"{pattern} leaves no layer with experts; drop num_experts, or give a list with a 1"
+            yield f"{pattern} leaves no layer with experts; {fix}, or drop num_experts"
     except ValueError:
-        yield (
-            f"{pattern} is neither a number of layers nor a list of 0 and 1 for num_layers({model.num_layers}); give "
-            f"--moe-layer-freq 2, or a list such as [0]*1+[1]*{model.num_layers - 1}"
-        )
+        yield f"{pattern} is neither a number of layers nor a list of 0 and 1 for num_layers({count}); {fix}"
     if not model.disable_bias_linear and model.moe_shared_expert_intermediate_size is not None:
         yield (
             f"moe_shared_expert_intermediate_size({model.moe_shared_expert_intermediate_size}): a shared expert has no "
@@ -133,23 +131,21 @@ def _balance_problems(config: Config) -> Iterator[str]:
     if len(set(kinds)) != len(kinds) or (len(kinds) > 1 and set(ALONE) & set(kinds)):
         name = f"moe_router_load_balancing_type({shortened(' '.join(kinds))})"
         yield f"{name}: name losses once, {' or '.join(ALONE)} alone"
-    if kinds not in ((), ("none",)) and len(kinds) != len(factors):
+    given = f"moe_aux_loss_coeff({shortened(' '.join(factors))})"
+    try:
+        values = [number(factor) for factor in factors]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 <= value <= MAX_REAL for value in values):
+        yield f"{given} are not factors of at least 0 and up to {MAX_REAL:g}; give such as 1e-3"
+    elif set(kinds) <= set(ALONE) and any(values):
+        name = f"moe_router_load_balancing_type({' '.join(kinds) or 'none'})"
+        yield f"{given} has no effect with {name}, which has no loss; give 0, or drop it"
+    elif kinds not in ((), ("none",)) and len(kinds) != len(factors):
         yield (
             f"moe_aux_loss_coeff has {len(factors)} factors for {len(kinds)} losses of moe_router_load_balancing_type; "
             f"give one for each"
         )
-        return
-    try:
-        bad = [factor for factor in model.balancing_losses.values() if not 0 <= factor <= MAX_REAL]
-    except ValueError:
-        bad = [0.0]
-    if bad:
-        yield (
-            f"moe_aux_loss_coeff({shortened(' '.join(factors))}) are not factors of at least 0 and up to "
-            f"{MAX_REAL:g}; give such as 1e-3"
-        )
-    elif kinds == ("sinkhorn",) and model.balancing_losses["sinkhorn"] > 0:
-        yield f"moe_aux_loss_coeff({factors[0]}): sinkhorn has no loss; give 0, or drop it"
 
 
 def _precision_problems(config: Config) -> Iterator[str]:
