@@ -26,7 +26,7 @@ from typing import Any
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fp8_megatron.commands.arguments import Parser, output_file
-from fp8_megatron.commands.program import exit_status
+from fp8_megatron.commands.program import exit_status, told_error
 from fp8_megatron.outputs import write_output
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +154,7 @@ def run_case(tree: Path, case: Case, output_dir: Path, *, on_cpu: bool) -> list[
     """Train `case` in `tree`; its steps as metrics.jsonl has them.
 
     Raises:
-        RuntimeError: the run failed, with the end of what it printed.
+        RuntimeError: the run failed, with the line that says why.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.num_ranks)]
     command += ["pretrain_gpt.py", *case.flags.split(), "--mock-data", "--eval-interval", "0", "--no-tensorboard"]
@@ -165,9 +165,8 @@ def run_case(tree: Path, case: Case, output_dir: Path, *, on_cpu: bool) -> list[
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(
-            f"{case.name} in {tree} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
-        )
+        told = told_error(done.stdout + done.stderr)
+        raise RuntimeError(f"{case.name} in {tree} ended with status {done.returncode}: {told}")
     records = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
     return [record for record in records if record["kind"] == "train"]
 

@@ -5,8 +5,8 @@ python benchmarks/compare.py --model 7b --nproc-per-node 4 --micro-batch-size 4 
 
 Runs are flags of this project (`RUNS`) and programs of benchmarks/peers (`PEERS`). All train the same tokens from the
 same initial weights. The default of --runs is the list above, without peers that are not installed or do not support
-the layout. Everything after -- goes to all runs as flags of pretrain_gpt.py (for instance data; the default is random
-tokens).
+the layout. Everything after -- goes to all runs as flags of pretrain_gpt.py. Without data among them the tokens are
+random.
 
 Another program can be a peer: ``--peer "name=command"``. Its output must have a line
 ``JSON {"tok_s_gpu": …, "step_ms": …, "tflops_gpu": …, "tflops_causal": …, "mem_gb": …, "losses": […]}``.
@@ -35,7 +35,7 @@ from benchmarks.comparison import Result, finite, table_of, write_report
 from benchmarks.peers.runs import PEERS
 from benchmarks.provenance import device_name
 from fp8_megatron.commands.arguments import Parser, output_folder, whole
-from fp8_megatron.commands.program import exit_status
+from fp8_megatron.commands.program import exit_status, told_error
 from fp8_megatron.config.io import own_and_run_flags, parse_config
 from fp8_megatron.device.cudnn import users_environment
 from fp8_megatron.reporting.flops import model_flops_per_token, peak_flops
@@ -99,7 +99,7 @@ _PEER_FIGURES = ("tok_s_gpu", "step_ms", "tflops_gpu", "tflops_causal", "mem_gb"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, then print and write the comparison; returns the exit status."""
-    args = _parse(argv)
+    args = parse(argv)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     _remove(args.output_dir, "comparison.json", "comparison.md", "comparison.png")
     own = {name: _own_command(args, name) for name in args.runs if name in RUNS}
@@ -130,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if succeeded else 1
 
 
-def _parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; `passed` are the flags of all runs, with --mock-data unless they name data."""
     parser = Parser(description="Compare training speed and memory side by side.", passes_flags=True)
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--runs", nargs="*", choices=[*RUNS, *PEERS], help=f"default: {' '.join(DEFAULT_RUNS)}")
@@ -155,11 +156,12 @@ def _parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=output_folder, required=True)
     own, passed = own_and_run_flags(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(own)
-    args.passed = passed or ["--mock-data"]
     least = WARM_UP_STEPS + args.profiled_steps + 3
     if args.train_iters < least:
         parser.error(f"--train-iters {args.train_iters}: give at least {least}")
-    args.parallel = parse_config(["--config", str(_config_file(args)), *args.passed]).parallel
+    config = parse_config(["--config", str(_config_file(args)), *passed])
+    has_data = config.data.data_path or config.data.train_data_path or config.data.mock_data
+    args.passed, args.parallel = [*passed, *([] if has_data else ["--mock-data"])], config.parallel
     wanted = args.default_runs if args.runs is None else args.runs
     left_out = {name: why for name in wanted if (why := _cannot_run(args, name)) is not None}
     if args.runs is None:
@@ -252,8 +254,8 @@ def _run(name: str, command: list[str], log: Path, timeout: int) -> bool:
             print(f"error: {name} took longer than {timeout} s", file=sys.stderr, flush=True)
             return False
     if status != 0:
-        print(f"error: {name} ended with status {status}; the end of {log}:", file=sys.stderr)
-        print("\n".join(log.read_text().splitlines()[-15:]), file=sys.stderr, flush=True)
+        told = told_error(log.read_text(errors="replace"))
+        print(f"error: {name} ended with status {status}: {told}; its log is {log}", file=sys.stderr, flush=True)
         return False
     return True
 

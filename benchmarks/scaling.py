@@ -164,7 +164,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output-dir", type=output_folder, required=True)
     own, passed = own_and_run_flags(sys.argv[1:])
     args = parser.parse_args(own)
-    args.passed = passed or ["--mock-data"]
+    args.passed = passed
     try:
         args.plan = plan(args.gpus, args.tensor_parallel, args.num_micro_batches)
     except ValueError as error:

@@ -22,8 +22,8 @@ from ..outputs import writing_to
 from ..reporting.metrics_file import METRICS_FILE, read_rows
 from .arguments import Parser, output_folder, whole
 from .environment import run_environment, training_command
-from .parity_runs import LOG_FILE, told_error
-from .program import exit_status, share_import_path
+from .parity_runs import LOG_FILE
+from .program import exit_status, share_import_path, told_error
 from .run_settings import LEVELS
 
 #: Name in the figure → level.
@@ -118,7 +118,7 @@ def _show_losses(folders: dict[str, Path], runs: dict[str, subprocess.Popen[byte
         all_ended = all(run.poll() is not None for run in runs.values())
         for name, run in runs.items():
             if run.poll():
-                told = told_error(folders[name] / LOG_FILE, 0)
+                told = told_error((folders[name] / LOG_FILE).read_text(errors="replace"))
                 raise UserError(f"the run in {name}: {told.removeprefix('error: ')}")
         losses = [_losses(folder / METRICS_FILE) for folder in folders.values()]
         while due <= train_iters and all(due in own for own in losses):

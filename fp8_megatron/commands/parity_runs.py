@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -30,7 +29,7 @@ from ..reporting.run_log import EVENTS_FILE, EventKind, read_events
 from .environment import run_environment, training_command
 from .launch import gpus_for_ranks
 from .parity_plan import RunPlan
-from .program import clone
+from .program import clone, told_error
 
 RESULTS_FILE = "parity.json"
 #: Seconds before the time limit at which runs are asked to save and end.
@@ -38,8 +37,6 @@ SAVE_SECONDS = 40.0
 _POLL_SECONDS = 0.2
 #: Output of a run, of all its processes.
 LOG_FILE = "log.txt"
-#: How programs begin the line of an error (`program.show`).
-_ERROR = re.compile(r"(internal )?error( on rank \d+)?: ")
 
 
 @dataclass
@@ -237,7 +234,7 @@ class RunQueue:
             end = "diverged" if result.diverged else f"validation loss {result.final_loss:.4f}"
             print(f"{level}, seed {seed}: {end}", flush=True)
         elif status != 0 and not process.is_asked_to_end:
-            told = told_error(folder / LOG_FILE, process.log_bytes)
+            told = told_error(_text(folder / LOG_FILE, start=process.log_bytes))
             print(f"error: {level}, seed {seed} ended with status {status}: {told}", file=sys.stderr, flush=True)
             self.failed.append(key)
         else:
@@ -251,13 +248,11 @@ def _ended_for_losses(folder: Path, num_events: int) -> bool:
     return any(one["kind"] == EventKind.FAULT.value and one.get("error") == "TrainingDiverged" for one in faults)
 
 
-def told_error(log: Path, start: int) -> str:
-    """The line with the error of a run whose log begins at this byte: the first that a rank told, else the last one."""
+def _text(log: Path, *, start: int) -> str:
+    """A log from this byte on."""
     with log.open("rb") as file:
         file.seek(start)
-        lines = file.read().decode(errors="replace").strip().splitlines()
-    told = [line for line in lines if _ERROR.match(line)]
-    return told[0] if told else (lines or ["its log says nothing"])[-1]
+        return file.read().decode(errors="replace")
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:

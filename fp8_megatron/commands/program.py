@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -29,6 +30,8 @@ TRACEBACK_VARIABLE = "FP8_MEGATRON_TRACEBACK"
 #: rank 0, which has the same error, must tell it first.
 _OTHERS_WAIT_SECONDS = 5.0
 _LONGEST_LINE = 500
+#: How `show` begins a line.
+_ERROR = re.compile(r"(internal )?error( on rank \d+)?: ")
 
 
 def exit_status(body: Callable[[], int | None], *errors: type[Exception]) -> int:
@@ -136,6 +139,12 @@ def show(error: Exception | str, *, kind: str = "error", note: str = "") -> None
     if not _is_told(str(error), patient=rank != "0"):
         teller = "" if rank == "0" else f" on rank {rank}"
         tell(f"{kind}{teller}: {error}{note}")
+
+
+def told_error(output: str) -> str:
+    """The line with the error of a program that was started: the first that it or a rank told, else its last one."""
+    lines = output.strip().splitlines()
+    return next(filter(_ERROR.match, lines), lines[-1] if lines else "it said nothing")
 
 
 def _is_told(text: str, *, patient: bool) -> bool:

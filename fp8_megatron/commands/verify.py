@@ -29,7 +29,7 @@ from ..reporting.tables import table_text
 from .arguments import Parser, existing, output_folder, real
 from .environment import run_environment, training_command
 from .launch import gpus_for_ranks
-from .program import exit_status, prepare_megatron, share_import_path
+from .program import exit_status, prepare_megatron, share_import_path, told_error
 
 #: Flags of both runs.
 _COMMON = ("--no-tensorboard", "--progress", "off", "--tokenizer-type", "NullTokenizer", "--data-path")
@@ -127,15 +127,14 @@ def write_tokens(prefix: str) -> None:
 
 
 def _call(command: Sequence[str], log: Path, card: Card) -> None:
-    from .parity_runs import told_error
-
     environment = run_environment()
     if not card.on_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with log.open("wb") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode != 0:
-        raise UserError(f"{card.path}: {log.stem} ended with status {done.returncode}: {told_error(log, 0)}")
+        told = told_error(log.read_text(errors="replace"))
+        raise UserError(f"{card.path}: {log.stem} ended with status {done.returncode}: {told}")
 
 
 def _tell(card: Card, now: Result, found: Sequence[Agreement]) -> bool:

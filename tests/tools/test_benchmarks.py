@@ -179,7 +179,7 @@ def test_the_work_fits_the_machine(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(compare, "_cannot_run", lambda *_: None)
-    args = compare._parse(headline.comparison_flags(["--output-dir", str(tmp_path)], gpus))
+    args = compare.parse(headline.comparison_flags(["--output-dir", str(tmp_path)], gpus))
     assert args.runs == headline.RUNS and args.nproc_per_node == gpus and args.output_dir == tmp_path
     for name in args.runs:
         flags = compare._flags(args, name) if name in compare.RUNS else compare._work_flags(args)
@@ -228,7 +228,7 @@ def test_every_run_is_a_valid_configuration(part: str, tmp_path: Path, monkeypat
     for command in commands_of(part, tmp_path):
         monkeypatch.setattr(sys, "argv", command[1:])
         if command[1] == "benchmarks/compare.py":
-            args = compare._parse()
+            args = compare.parse()
             assert args.nproc_per_node == PARTS[part].gpus
             for name in args.runs:
                 check_config(parse_config(compare._flags(args, name)), args.nproc_per_node)

@@ -83,6 +83,7 @@ _STAND_IN = """
 import json, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
 if folder.name == "bf16":
+    print("noise", "error on rank 1: 3 is not 4; give 4", "the launcher's trailer", sep="\\n")
     raise SystemExit(3)
 folder.mkdir(exist_ok=True)
 (folder / "config.yaml").write_text(pathlib.Path("configs/gpt_345m.yaml").read_text())
@@ -114,7 +115,24 @@ def test_a_run_that_fails_before_it_logs_leaves_the_others(
     assert own_runs(monkeypatch, tmp_path, ["bf16", "O3", "te-delayed"]) == 1
     assert names(tmp_path) == ["O3"]
     errors = capsys.readouterr().err
-    assert "bf16 ended with status 3" in errors and "te-delayed: no figures of all its steps in" in errors
+    told = f"error: bf16 ended with status 3: error on rank 1: 3 is not 4; give 4; its log is {tmp_path / 'bf16.log'}"
+    assert errors.splitlines()[0] == told
+    assert "te-delayed: no figures of all its steps in" in errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "passed"),
+    [
+        ([], ["--mock-data"]),
+        (["--num-layers", "4"], ["--num-layers", "4", "--mock-data"]),
+        (["--mock-data", "--num-layers", "4"], ["--mock-data", "--num-layers", "4"]),
+        (["--data-path", "tokens"], ["--data-path", "tokens"]),
+        (["--train-data-path", "tokens"], ["--train-data-path", "tokens"]),
+    ],
+)
+def test_tokens_are_random_unless_flags_name_data(flags: list[str], passed: list[str], tmp_path: Path) -> None:
+    words = ["--model", "345m", "--runs", "O3", "--output-dir", str(tmp_path / "out"), "--", *flags]
+    assert compare_script.parse(words).passed == passed
 
 
 def test_figures_of_an_older_run_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
