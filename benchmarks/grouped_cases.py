@@ -1,4 +1,5 @@
-"""Cases of `kernels.py` for experts: rows grouped by expert, and their activation. A floor reads each token once."""
+"""Cases of `kernels.py` for experts: rows grouped by expert, their activation, and GEMMs beside torch's. A floor reads
+each token once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from kernel_timing import Case, Rotating
 from torch import Tensor
 
 from fp8_megatron.activation_functions import Activation
-from fp8_megatron.dtypes import E4M3, E5M2, GROUP_ROWS
+from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK, GROUP_ROWS
 from fp8_megatron.kernels import ops
 
 _SWIGLU = Activation("swiglu")
@@ -59,6 +60,44 @@ def activations(device: torch.device, tokens: int, width: int, num_experts: int,
             scale,
             (6 * n + 4 * num_rows) * passes + 5 * n + 4 * num_rows,
         )
+
+
+def gemms(device: torch.device, rows: int, num_experts: int, k: int, n: int) -> Iterator[Case]:
+    """GEMMs of [rows, k] with experts' weights [n, k], each with as many rows, beside torch's and one dense GEMM."""
+    assert rows % (num_experts * GROUP_ROWS) == 0, (rows, num_experts)
+    at, num_flops = f"{rows}, {num_experts} experts, {k} → {n}", 2 * rows * k * n
+    offsets = torch.arange(num_experts + 1, device=device, dtype=torch.int32) * (rows // num_experts)
+    ends, one = offsets[1:], torch.ones(1, device=device)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    x, grad, weight = random(rows, k), random(rows, n), random(num_experts, n, k)
+    x8, grad8, weight8 = x.to(E4M3), grad.to(E5M2), weight.to(E4M3)
+    weight_t, x_t, grad_t = (each.mT.contiguous() for each in (weight8, x8, grad8))
+    scales = torch.ones(num_experts, device=device)
+    out = torch.empty_like(weight8)
+    out_scales = torch.empty(out.numel() // GRAD_BLOCK, device=device)
+
+    def scaled(a: Tensor, b: Tensor, scales_a: int, *scales_b: int) -> Tensor:
+        """torch's, which has a scale a row of `a` and a column of `b`, E4M3 alone."""
+        ones_a, ones_b = torch.ones(scales_a, device=device), torch.ones(scales_b, device=device)
+        settings = dict(offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_grouped_mm(a, b, ones_a, ones_b, **settings)
+
+    grad_e4m3_t = grad_t.to(torch.bfloat16).to(E4M3)
+    calls = {
+        "dense E4M3": lambda _: ops.scaled_mm(x8, weight8[0], one, one, use_fast_accum=True),
+        "grouped forward": lambda _: ops.grouped_mm(x8, weight8, one, scales, offsets),
+        "torch FP8 forward": lambda _: scaled(x8, weight8.mT, rows, num_experts, n),
+        "torch BF16 forward": lambda _: torch.nn.functional.grouped_mm(x, weight.mT, offs=ends),
+        "grouped dgrad": lambda _: ops.grouped_mm(grad8, weight_t, one, scales, offsets),
+        "grouped wgrad → E4M3": lambda _: ops.grouped_wgrad_to_fp8_(out, out_scales, grad_t, x_t, one, one, offsets),
+        "torch FP8 wgrad": lambda _: scaled(grad_e4m3_t, x_t.mT, n * num_experts, k * num_experts),
+        "torch BF16 wgrad": lambda _: torch.nn.functional.grouped_mm(grad.mT, x, offs=ends),
+    }
+    for name, call in calls.items():
+        yield Case(f"{name} {at}", call, num_flops=num_flops)
 
 
 def _activation(name: str, operands: tuple[Rotating, Tensor, Tensor], scale: dict[str, Any], num_bytes: float) -> Case:

@@ -42,6 +42,14 @@ GEMMS = ((TOKENS, 3 * HIDDEN, HIDDEN), (TOKENS, HIDDEN, HIDDEN), (TOKENS, FFN, H
 LLAMA_LAYERS = ((6144, HIDDEN), (28672, HIDDEN), (HIDDEN, 14336))
 #: Tokens, hidden size, width of an expert, experts, and experts of a token: Qwen3-30B-A3B and Mixtral-8x7B.
 EXPERTS = ((TOKENS, 2048, 768, 128, 8), (TOKENS, HIDDEN, 14336, 8, 2))
+#: Rows of tokens, experts, K and N of `docs/moe.md`.
+GROUPED_GEMMS = (
+    (65536, 128, 2048, 1536),
+    (65536, 128, 768, 2048),
+    (65536, 32, 2048, 1536),
+    (16384, 8, 4096, 28672),
+    (32768, 8, 7168, 4096),
+)
 #: Sequences of a micro-batch, and tokens of each.
 ATTENTION_SHAPES = ((4, 2048), (1, 8192))
 #: Llama-3-8B's head.
@@ -60,7 +68,7 @@ SECTIONS = (
         "optimizer",
         "gemms",
     ),
-    *("experts", "block_casts", "block_gemms", LINEAR, HEAD),
+    *("grouped_gemms", "block_casts", "block_gemms", LINEAR, HEAD),
 )
 
 
@@ -100,6 +108,9 @@ def cases(section: str, device: torch.device, log2_elements: int) -> Iterator[Ca
         case "gemms":
             for m, n, k in GEMMS:
                 yield from kernel_cases.gemms(device, m, n, k)
+        case "grouped_gemms":
+            for shape in GROUPED_GEMMS:
+                yield from grouped_cases.gemms(device, *shape)
         case "block_casts":
             for m, k in CAST_SHAPES:
                 yield from block_cases.casts(device, m, k)

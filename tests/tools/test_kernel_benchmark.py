@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -116,6 +117,28 @@ def test_gemm_cases_run(benchmark: Any) -> None:
     for case in benchmark["kernel_cases"].gemms(CPU, 32, 48, 64):
         case.call(0)
         assert case.num_flops == 2 * 32 * 48 * 64
+
+
+def test_grouped_gemm_cases_run(benchmark: Any) -> None:
+    """torch's FP8 kernel has no CPU variant, so that its operands are checked without values."""
+    rows, num_experts, k, n = 512, 4, 128, 256
+    shapes = {"forward": (rows, n), "E4M3": (rows, n), "dgrad": (rows, k), "wgrad": (num_experts, n, k)}
+    without_values = benchmark["grouped_cases"].gemms(torch.device("meta"), rows, num_experts, k, n)
+    cases = [*benchmark["grouped_cases"].gemms(CPU, rows, num_experts, k, n)]
+    for case, described in zip(cases, without_values, strict=True):
+        assert case.num_flops == 2 * rows * k * n
+        found = (described if "torch FP8" in case.name else case).call(0)
+        assert found is None or found.shape == shapes[case.name.partition(f" {rows},")[0].split()[-1]], case.name
+    assert len({case.name for case in cases}) == len(cases) == 8
+
+
+def test_grouped_gemms_are_those_of_the_page(benchmark: Any) -> None:
+    table = re.findall(r"^\| ([\d,]+), (\d+), ([\d,]+) → ([\d,]+) \|", (ROOT / "docs/moe.md").read_text(), re.MULTILINE)
+    shapes = [tuple(int(word.replace(",", "")) for word in row) for row in table]
+    kernels = benchmark["kernels"]
+    assert [*kernels.GROUPED_GEMMS] == shapes and len(shapes) == 5
+    assert len(set(kernels.SECTIONS)) == len(kernels.SECTIONS)
+    assert kernels.parse(["--only", "grouped_gemms"]).only == ["grouped_gemms"]
 
 
 def test_attention_cases_run(benchmark: Any) -> None:
