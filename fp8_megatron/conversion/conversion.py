@@ -336,7 +336,7 @@ def write_megatron_core(root: Path, source: SourceCheckpoint, *, on_weight: Call
     folder = iteration_folder(root, iteration)
     temporary = start_writing(folder)
     common = {"checkpoint_version": 3.0, "iteration": iteration}
-    write_torch_dist(temporary, source.weights, common=common, on_weight=on_weight)
+    write_torch_dist(temporary, source.weights, common=common, model=source.config.model, on_weight=on_weight)
     temporary.rename(folder)
     write_text(root / TRACKER, str(iteration))
     return folder

@@ -11,25 +11,34 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.manifest import FileEntry
 from ..checkpoint.torch_dist import Chunk, TorchDistReader, write_chunks, write_metadata
 from ..checkpoint.weights import WeightReader, is_finite, places
-from ..models.registry import is_linear_weight
+from ..config.model import ModelConfig
+from ..models.keys import megatrons_keys
+from ..models.registry import is_linear_weight, layers_of_key
+from ..sharding.region import Shape
 
 #: Transformer Engine's FP8 state. In most checkpoints it is an object, not a tensor.
 _EXTRA_STATE = "_extra_state"
 
 
 def write_torch_dist(
-    folder: Path, reader: WeightReader, *, common: dict[str, Any], on_weight: Callable[[], None] = lambda: None
+    folder: Path,
+    reader: WeightReader,
+    *,
+    common: dict[str, Any],
+    model: ModelConfig | None = None,
+    on_weight: Callable[[], None] = lambda: None,
 ) -> list[FileEntry]:
     """Write a model's weights in FP32 as megatron-core reads them. Holds a few weights or one large one in memory.
 
     Args:
         common: plain numbers and strings for ``common.pt``.
+        model: that the weights are of; None: it has no experts, or only this project reads them, by their own keys.
         on_weight: called after each weight of a layer or outside them, for a progress bar.
 
     Returns:
         Records of what was written, for the manifest.
     """
-    written, entries = write_chunks(folder, 0, _chunks(reader, on_weight))
+    written, entries = write_chunks(folder, 0, _chunks(reader, model, on_weight))
     return entries + write_metadata(folder, written, common=common, checkpoint_id=folder.stem)
 
 
@@ -40,24 +49,30 @@ def fp32_chunks(reader: TorchDistReader) -> Iterator[Chunk | str]:
             value = reader.load(item)
             yield Chunk(key, shape, item.offset, value.decode() if isinstance(value, Encoded) else value)
         if is_linear_weight(key):
-            yield from (_extra_state_key(key, layer, shape[0]) for layer in range(shape[0]))
+            yield from (_extra_state_key(key, (layer,), shape[:1]) for layer in range(shape[0]))
 
 
-def _extra_state_key(key: str, layer: int, num_layers: int) -> str:
-    """The object that megatron-core's readers look for beside a linear weight of one layer."""
-    return f"{key.removesuffix('weight')}{_EXTRA_STATE}/shard_{layer}_{num_layers}"
+def _extra_state_key(key: str, index: Shape, counts: Shape) -> str:
+    """The object that megatron-core's readers look for beside a linear weight, of one layer and expert of so many."""
+    shard, shape = (".".join(map(str, numbers)) for numbers in (index or (0,), counts or (1,)))
+    return f"{key.removesuffix('weight')}{_EXTRA_STATE}/shard_{shard}_{shape}"
 
 
-def _chunks(reader: WeightReader, on_weight: Callable[[], None]) -> Iterator[Chunk | str]:
+def _chunks(reader: WeightReader, model: ModelConfig | None, on_weight: Callable[[], None]) -> Iterator[Chunk | str]:
     for place in places(reader.shapes):
         key, layer, expert = place
-        shape = reader.shapes[key]
         value = reader.read(*place).float().contiguous()
         if not is_finite(value):
             where = key if layer is None else f"{key}, layer {layer},"
             raise CheckpointError(f"{where} holds an inf or a NaN")
-        index = [each for each in (layer, expert) if each is not None]
-        yield Chunk(key, shape, (*index, *(0 for _ in value.shape)), value[(None,) * len(index)])
-        if is_linear_weight(key) and layer is not None and not expert:
-            yield _extra_state_key(key, layer, shape[0])
+        index, shape = tuple(each for each in (layer, expert) if each is not None), reader.shapes[key]
+        stored = [key]
+        if model is not None and layer is not None:
+            number, is_mixed = layers_of_key(model, key)[layer], 0 < len(model.expert_layers) < model.num_layers
+            stored = megatrons_keys(key, number if is_mixed else None, has_experts=number in model.expert_layers)
+            index, shape = (index[1:], shape[1:]) if is_mixed else (index, shape)
+        for name in stored:
+            yield Chunk(name, shape, (*index, *(0 for _ in value.shape)), value[(None,) * len(index)])
+        if is_linear_weight(key) and layer is not None and (model is not None or expert is None):
+            yield _extra_state_key(stored[0], index, shape[: len(index)])
         on_weight()

@@ -44,6 +44,21 @@ def standard_key(name: str) -> str:
     return name
 
 
+def megatrons_keys(key: str, layer: int | None, *, has_experts: bool) -> list[str]:
+    """What megatron-core's own layers save a weight of theirs under, beside experts or not (`has_experts`).
+
+    The norm in front of experts has two names: of specs with Transformer Engine, where no other layer holds it, and of
+    those without.
+
+    Args:
+        layer: if layers are saved one by one, as megatron-core does if they differ; None: they are stacked.
+    """
+    keys = [_MEGATRONS_EXPERTS + key.removeprefix(EXPERTS) if holds_experts(key) else key]
+    if has_experts and key.startswith(MLP_NORM):
+        keys.append(name_in_model(key, None))
+    return keys if layer is None else [each.replace(LAYERS, f"{LAYERS}{layer}.", 1) for each in keys]
+
+
 def key_and_layer(name: str) -> tuple[str, int | None]:
     """(key, layer) of a parameter of a model; the layer is None outside of layers."""
     match = _LAYER.fullmatch(name)

@@ -117,7 +117,7 @@ def main(style: str, folder: str) -> None:
         seed_everything(0, device, tensor_parallel_rank=0, pipeline_rank=0)
         module = GPTModel(
             settings,
-            _spec(config, settings),
+            spec_of(config, settings),
             vocab_size=VOCAB_SIZE,
             max_sequence_length=config.model.seq_length,
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
@@ -158,7 +158,7 @@ def main(style: str, folder: str) -> None:
         (root / "losses.json").write_text(json.dumps(losses))
 
 
-def _spec(config: Config, settings: TransformerConfig) -> ModuleSpec:
+def spec_of(config: Config, settings: TransformerConfig) -> ModuleSpec:
     """Experts are a `SequentialMLP`, whose checkpoints are those of all kinds."""
     if config.model.num_experts is None:
         return get_gpt_layer_local_spec(normalization=config.model.normalization)

@@ -17,7 +17,6 @@ pytest.importorskip("transformers", reason="models are made and compared with tr
 
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 
 from fp8_megatron.checkpoint.saved_run import SavedRun
@@ -42,11 +41,13 @@ from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.mcore.transformer_config import transformer_config
 from fp8_megatron.models.keys import name_in_model
+from fp8_megatron.models.registry import layers_of_key
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.training.build import build_recipe
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.hugging_face_models import VOCAB_SIZE, load_logits, make_model, save_model
 from tests.harness.limits import files_limited_to
+from tests.harness.megatron_run import spec_of
 from tests.harness.ranks import RankPool
 from tests.harness.runs import tiny_flags
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
@@ -58,11 +59,11 @@ SCRIPT = Path(__file__).with_name("save_with_megatron.py")
 
 def stock_model(config: Config) -> GPTModel:
     """megatron-core's own layers, the vocabulary unpadded."""
-    model = config.model
+    model, settings = config.model, transformer_config(config, CPU)
     assert model.vocab_size is not None
     return GPTModel(
-        transformer_config(config, CPU),
-        get_gpt_layer_local_spec(normalization=model.normalization),
+        settings,
+        spec_of(config, settings),
         vocab_size=model.vocab_size,
         max_sequence_length=model.seq_length,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
@@ -402,7 +403,7 @@ def _load_with_megatron(config: Config, folder: Path) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["gpt2_untied", "llama_gqa"])
+@pytest.mark.parametrize("name", ["gpt2_untied", "llama_gqa", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "mixtral"])
 def test_megatron_core_reads_what_came_from_hugging_face(ranks: RankPool, tmp_path: Path, name: str) -> None:
     theirs = save_model(make_model(name), tmp_path / "theirs")
     assert convert(theirs, tmp_path / "mcore", "mcore", "--no-verify") == 0
@@ -410,8 +411,16 @@ def test_megatron_core_reads_what_came_from_hugging_face(ranks: RankPool, tmp_pa
     config = tiny_config(weights.model, precision=PrecisionConfig(precision="bf16"))
     folder = tmp_path / "mcore" / "iter_0000000"
     (loaded,) = ranks.run(_load_with_megatron, config, folder, num_ranks=1)
-    for key, layer, _ in places(weights.shapes):
-        assert torch.equal(loaded[name_in_model(key, layer)], weights.read(key, layer)), key
+    for key, layer, expert in places(weights.shapes):
+        number = None if layer is None else layers_of_key(weights.model, key)[layer]
+        own = name_in_model(key, number).replace("mlp.experts.", f"mlp.experts.local_experts.{expert}.")
+        assert torch.equal(loaded.pop(own), weights.read(key, layer, expert)), own
+    assert not loaded
+    if weights.model.num_experts is not None:
+        again = TorchDistWeights(folder)
+        assert again.shapes == weights.shapes
+        for place in places(weights.shapes):
+            assert torch.equal(again.read(*place), weights.read(*place)), place
 
 
 @pytest.mark.slow
