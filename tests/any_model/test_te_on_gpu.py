@@ -79,6 +79,18 @@ MODULES: dict[str, tuple[Build, float, float]] = {
         )
         for activation in ("gelu", "swiglu", "srelu", "qgeglu", "relu", "geglu", "qgelu", "reglu", "sreglu", "silu")
     },
+    # The limit is within the values, and gradients end there.
+    "mlp-clamped_swiglu": (
+        lambda: te.LayerNormMLP(
+            256,
+            512,
+            activation="clamped_swiglu",
+            activation_params={"limit": 2.0, "alpha": 1.702},
+            params_dtype=torch.bfloat16,
+        ),
+        MLP_DB,
+        STEP_GRAD_DB,
+    ),
     "mlp-checkpoint": (
         lambda: te.LayerNormMLP(256, 512, activation="swiglu", checkpoint=True, params_dtype=torch.bfloat16),
         MLP_DB,

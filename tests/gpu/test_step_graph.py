@@ -15,7 +15,7 @@ from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training import graph_choice
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.chat_tokenizer import save_chat_tokenizer, talk, write_lines
-from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+from tests.harness.runs import EXPERT_FLAGS, GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
 from tests.harness.token_files import write_token_files
 
 pytestmark = [
@@ -67,6 +67,8 @@ def underflow(output_dir: Path) -> dict[int, float]:
         {"opt_level": "O3", **FAST, "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         {"opt_level": "O3", "squared_relu": True, "window_size": "64,0", "window_attn_skip_freq": "2"},
         {"opt_level": "O3", "seq_length": 200},  # no multiple of 128: see `fp8_megatron.device.cudnn`
+        {"opt_level": "O3", **EXPERT_FLAGS},
+        {"opt_level": "O3", **EXPERT_FLAGS, "global_batch_size": 12, "moe_expert_capacity_factor": 1.0},
     ],
     ids=[
         "bf16",
@@ -82,6 +84,8 @@ def underflow(output_dir: Path) -> dict[int, float]:
         "recomputed-mlps",
         "window",
         "seq-200",
+        "experts",
+        "experts-capacity",
     ],
 )
 def test_recorded_steps_train_bit_for_bit(tmp_path: Path, settings: dict) -> None:

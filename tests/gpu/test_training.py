@@ -15,7 +15,7 @@ from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.sharding.partition import StorageClass
 from fp8_megatron.training.train_step import train_step
 from fp8_megatron.training.trainer import Trainer
-from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+from tests.harness.runs import EXPERT_FLAGS, GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
 from tests.harness.training_states import step_without_waiting, training_states
 
 pytestmark = [
@@ -140,8 +140,9 @@ def build_state():  # type: ignore[no-untyped-def]
         {"fp8_recipe": "delayed", "fp8_weight_grad_scaling": "delayed"},
         {"fp8_recipe": "blockwise"},
         pytest.param(FP8_ATTENTION, marks=NEEDS_CUDNN_FRONTEND),
+        EXPERT_FLAGS,
     ],
-    ids=["tensorwise", "delayed", "delayed-wgrad", "blockwise", "fp8-attention"],
+    ids=["tensorwise", "delayed", "delayed-wgrad", "blockwise", "fp8-attention", "experts"],
 )
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("fp8_lm_head", [False, True])

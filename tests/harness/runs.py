@@ -52,6 +52,15 @@ LLAMA_STYLE_FLAGS: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
     "disable_bias_linear": True,
 }
+#: The same with experts, and losses of their router.
+EXPERT_FLAGS: dict[str, Any] = {
+    **LLAMA_STYLE_FLAGS,
+    "fp8_recipe": "delayed",
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 256,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+}
 
 
 def tiny_flags(output_dir: Path, **overrides: Any) -> list[str]:
