@@ -16,10 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..data.indexed import check_indexed_dataset
+from ..data.token_writer import DatasetWriter
 from ..errors import UserError
 from ..outputs import check_output_file, writing_to
 from .arguments import Parser, file_prefix, path
-from .program import exit_status, prepare_megatron
+from .program import exit_status
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,10 +44,6 @@ def merge(arguments: argparse.Namespace) -> int:
         check_output_file(output, "--output-prefix")
     if not prefixes:
         raise UserError(f"--input {arguments.input} has no .bin/.idx pairs to join: give the folder that holds them")
-    prepare_megatron()
-    from ..data.indexed import check_indexed_dataset  # imports megatron-core
-    from ..data.token_writer import DatasetWriter
-
     summaries = [check_indexed_dataset(name) for name in prefixes]
     first = summaries[0]
     other = next((summary for summary in summaries if summary.dtype != first.dtype), None)

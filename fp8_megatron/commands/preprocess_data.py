@@ -10,160 +10,34 @@ is one document; with --split-on-blank-lines, each paragraph is one. Files get t
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import chain, islice
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config.schema import DataConfig, TokenizerType
-from ..data.documents import (
-    RawBatch,
-    SentenceSplitter,
-    check_inputs,
-    input_files,
-    is_plain_text,
-    parse_batch,
-    read_batches,
-)
-from ..data.pools import freeing_nothing_of_the_parent, process_pool, results_in_order
-from ..data.token_writer import PartitionedWriter, TokenizedDocuments
-from ..data.tokenizer import Tokenizer
-from ..data.tokenizer_settings import TOKENIZER_TYPES, TokenizerOptions, build_tokenizer
+from ..data.documents import check_inputs, input_files, is_plain_text, read_batches
+from ..data.text_encoding import EncodedBatch, TextEncoding, encode_all, load_splitter, load_tokenizer
+from ..data.token_writer import PartitionedWriter, token_dtype
+from ..data.tokenizer_settings import TOKENIZER_TYPES, TokenizerOptions
 from ..errors import UserError
 from ..outputs import check_output_file, writing_to
 from .arguments import Parser, file_prefix, nonempty, whole
 from .program import exit_status
 
-#: Batches in flight per worker: enough to keep it busy, few enough to limit memory.
-_BATCHES_PER_WORKER = 4
+#: Text in a batch, at most and at least, if no document is longer.
+_MOST_BATCH_BYTES, _LEAST_BATCH_BYTES = 1 << 19, 1 << 15
 _SHOWN_ERRORS = 5
 #: Each partition keeps a file open for each JSON key.
 MAX_PARTITIONS = 256
-
-
-@dataclass(frozen=True)
-class TextEncoding:
-    """How text becomes tokens; the same in every worker."""
-
-    tokenizer_type: str
-    tokenizer_model: str | None
-    vocab_size: int | None
-    options: TokenizerOptions
-    json_keys: tuple[str, ...]
-    append_eod: bool
-    skip_errors: bool
-    split_sentences: bool
-    keep_newlines: bool
-    language: str
-
-    @property
-    def level(self) -> str:
-        """What one sequence of the output is."""
-        return "sentence" if self.split_sentences else "document"
-
-
-@dataclass(frozen=True)
-class EncodedBatch:
-    """A worker's result: the documents of each JSON key."""
-
-    tokens: dict[str, TokenizedDocuments]
-    num_documents: int
-    num_empty: int
-    text_bytes: int
-    bytes_consumed: int
-    errors: tuple[str, ...]
-
-
-@lru_cache(maxsize=1)
-def load_tokenizer(encoding: TextEncoding) -> Tokenizer:
-    """This process's tokenizer, built once."""
-    return build_tokenizer(encoding.tokenizer_type, encoding.tokenizer_model, encoding.vocab_size, encoding.options)
-
-
-@lru_cache(maxsize=1)
-def load_splitter(encoding: TextEncoding) -> SentenceSplitter | None:
-    """This process's splitter of sentences, built once; None if documents stay whole."""
-    if not encoding.split_sentences:
-        return None
-    return SentenceSplitter(encoding.language, keep_newlines=encoding.keep_newlines)
-
-
-def token_dtype(encoding: TextEncoding) -> type[np.number]:
-    """uint16 if the vocabulary fits, otherwise int32 (as in Megatron)."""
-    from megatron.core.datasets.indexed_dataset import DType
-
-    return DType.optimal_dtype(load_tokenizer(encoding).vocab_size)
-
-
-def encode(encoding: TextEncoding, batch: RawBatch) -> EncodedBatch:
-    """Parse and tokenise one batch. A document without tokens keeps its place, without a sequence.
-
-    Raises:
-        ValueError: a malformed document, unless it is skipped; the message names ``file:line``.
-    """
-    tokenizer, dtype = load_tokenizer(encoding), token_dtype(encoding)
-    parsed = parse_batch(batch, encoding.json_keys, skip_errors=encoding.skip_errors)
-    tokens, num_empty = {}, 0
-    for key, texts in parsed.texts.items():
-        documents = [_sentences(encoding, text) for text in texts]
-        try:
-            encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(documents))))
-        except ValueError as error:
-            raise ValueError(f"{parsed.places[0]} to {parsed.places[-1]}: {error}") from error
-        filled = [[ids for ids in islice(encoded, len(sentences)) if ids] for sentences in documents]
-        num_empty += sum(not sequences for sequences in filled)
-        if encoding.append_eod:
-            for sequences in filled:
-                if sequences:
-                    sequences[-1] = [*sequences[-1], tokenizer.eod]
-        counts = np.fromiter(map(len, filled), dtype=np.int32, count=len(filled))
-        flat = list(chain.from_iterable(filled))
-        lengths = np.fromiter(map(len, flat), dtype=np.int32, count=len(flat))
-        ids = np.fromiter(chain.from_iterable(flat), dtype=dtype, count=int(lengths.sum()))
-        tokens[key] = TokenizedDocuments(ids, lengths, counts)
-    text_bytes = len(batch.content)
-    return EncodedBatch(tokens, len(parsed.places), num_empty, text_bytes, batch.bytes_consumed, tuple(parsed.errors))
-
-
-def _sentences(encoding: TextEncoding, document: str | list[str]) -> list[str]:
-    """The texts of a document that are encoded one by one."""
-    texts = [document] if isinstance(document, str) else document
-    splitter = load_splitter(encoding)
-    return texts if splitter is None else [sentence for text in texts for sentence in splitter.split(text)]
-
-
-def encode_all(encoding: TextEncoding, batches: Iterator[RawBatch], num_workers: int) -> Iterator[EncodedBatch]:
-    """Encode every batch, in order, so that the output does not depend on `num_workers`."""
-    if num_workers == 1:
-        for batch in batches:
-            yield encode(encoding, batch)
-        return
-    # Forked workers start with the tokenizer that this process has already loaded.
-    method: Literal["fork"] | None = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    executor = process_pool(num_workers, method=method)
-    most = _BATCHES_PER_WORKER * num_workers
-    with freeing_nothing_of_the_parent():
-        try:
-            yield from results_in_order(executor, partial(encode, encoding), batches, most=most)
-        except BrokenProcessPool as error:
-            raise ValueError(
-                f"a worker process died, probably out of memory: give fewer --workers than {num_workers}"
-            ) from error
 
 
 class ProgressReport:
@@ -220,12 +94,17 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
     num_workers = _bounded(arguments.workers)
     arguments.input = input_files(arguments.input)
     _check_no_flag_is_ignored(arguments)
-    report = ProgressReport(check_inputs(arguments.input), arguments.log_interval)
+    num_bytes = check_inputs(arguments.input)
+    report = ProgressReport(num_bytes, arguments.log_interval)
     prefixes = _output_prefixes(arguments.output_prefix, encoding, arguments.overwrite)
-    dtype = token_dtype(encoding)
+    dtype = token_dtype(load_tokenizer(encoding).vocab_size)
     load_splitter(encoding)
     num_partitions = 1 if arguments.keep_sequential_samples else arguments.partitions
-    batches = read_batches(arguments.input, split_on_blank_lines=arguments.split_on_blank_lines)
+    # Of a short input every worker gets several batches, so that all end at about the same time.
+    batch_bytes = max(_LEAST_BATCH_BYTES, min(_MOST_BATCH_BYTES, num_bytes // (16 * num_workers)))
+    batches = read_batches(
+        arguments.input, split_on_blank_lines=arguments.split_on_blank_lines, batch_bytes=batch_bytes
+    )
     errors: list[str] = []
     num_empty = num_errors = 0
     with ExitStack() as stack:
@@ -234,7 +113,7 @@ def preprocess(arguments: argparse.Namespace, stop: threading.Event) -> int:
             for key, prefix in prefixes.items()
         }
         stack.enter_context(report.bar)
-        for batch in encode_all(encoding, batches, num_workers):
+        for batch in encode_all(encoding, batches, num_workers, batch_bytes=batch_bytes):
             for key, documents in batch.tokens.items():
                 writers[key].add(documents)
             num_empty += batch.num_empty
@@ -351,8 +230,6 @@ def main(words: Sequence[str] | None = None, prog: str = "preprocess_data.py") -
     """Exit status: 0, 2 after an error message, or 130 after Ctrl-C."""
     arguments = parse_arguments(words, prog)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is already one process per core
-    # Megatron-core is imported late, and warns at length about packages that only training uses.
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     # The handler only sets a flag: Python swallows exceptions of a handler while a process is being forked.
     stop = threading.Event()
     previous = signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ _END_OF_TEXT = "<|endoftext|>"
 _TIKTOKEN_VOCAB_SIZE = 1 << 17
 #: Special tokens that every TikTokenizer has, at the first ids.
 _TIKTOKEN_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+_BETWEEN_LETTERS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _TIKTOKEN_KEYS = {"rank", "token_bytes", "token_str"}
 
 
@@ -77,6 +79,7 @@ class GPT2BPETokenizer(Tokenizer):
             model.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         self._model = model
         super().__init__(max(model.get_vocab().values()) + 1, eod, vocab_file)  # ids may leave some out
+        self._cut = _cut_between_words(special_tokens)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:
@@ -140,12 +143,18 @@ class TikTokenizer(Tokenizer):
             special_tokens=special,
         )
         super().__init__(vocab_size, special["</s>"], model)
+        self._cut = _cut_between_words(names)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._model.encode(text, allowed_special="all") for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(token) for token in ids])
+
+
+def _cut_between_words(special_tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """Where a text may be cut: none of the patterns takes a letter and a space behind it into one word."""
+    return None if any(" " in token for token in special_tokens) else _BETWEEN_LETTERS
 
 
 def _check_special_tokens(names: Sequence[str], num_special_tokens: int, vocab_size: int) -> None:

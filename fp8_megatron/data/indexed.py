@@ -1,4 +1,5 @@
-"""Checks of a token dataset (Megatron's .bin/.idx pair) before training. Errors name the file, the fault and the fix.
+"""The index of a token dataset (Megatron's .bin/.idx pair): written here, and checked before training. Errors name the
+file, the fault and the fix. Imports no torch.
 
 The .idx file is: 9 bytes magic, uint64 version, uint8 dtype code, uint64 sequences n, uint64 document boundaries d;
 then int32[n] lengths in tokens, int64[n] byte offsets into .bin, int64[d] boundaries in sequences (the first 0, the
@@ -12,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType
 
 from ..errors import UserError
 from .token_files import PREPROCESS_AGAIN, token_file_pair
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
+#: The index's code of each dtype of tokens.
+_CODES: dict[str, int] = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+_OTHER_CODES = {6: "float64", 7: "float32"}
 #: .bin files up to this size are searched whole for token ids outside the vocabulary. Larger ones are sampled.
 FULL_SCAN_BYTES = 64 << 20
 _NUM_SLICES = 32
@@ -75,6 +78,22 @@ def check_indexed_dataset(prefix: str, vocab_size: int | None = None) -> Indexed
     return IndexedSummary(prefix, dtype, num_boundaries - 1, num_tokens, lengths, boundaries, has_modes)
 
 
+def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, document_ends: np.ndarray) -> None:
+    """Write an .idx file, with the bytes of megatron-core's `IndexedDatasetBuilder`.
+
+    Args:
+        dtype: of the tokens.
+        lengths: tokens of each sequence, int32 [sequences].
+        document_ends: the end of each document in sequences, int64 [documents].
+    """
+    starts = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
+    with open(path, "wb") as file:
+        file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], len(lengths), len(document_ends) + 1))
+        for part in (lengths.astype(np.int32), starts * dtype.itemsize, np.zeros(1, np.int64), document_ends):
+            file.write(np.ascontiguousarray(part).data)
+
+
 def may_have_ends(summary: IndexedSummary, eod: int) -> bool:
     """Whether the token that ends a document is among the first 64 MB of a dataset's tokens or is its last one.
 
@@ -102,12 +121,9 @@ def _read_header(idx_path: Path) -> tuple[np.dtype, int, int]:
     _, version, code, num_sequences, num_boundaries = _HEADER.unpack(head)
     if version != 1:
         raise UserError(f"{idx_path} has format version {version}, expected 1; {PREPROCESS_AGAIN}")
-    try:
-        dtype = np.dtype(DType.dtype_from_code(code))
-    except ValueError:
-        dtype = None
-    if dtype is None or dtype.kind not in "iu":
-        found = f"code {code}" if dtype is None else dtype.name
+    dtype = next((np.dtype(name) for name, own in _CODES.items() if own == code), None)
+    if dtype is None:
+        found = _OTHER_CODES.get(code, f"code {code}")
         raise UserError(f"{idx_path} declares tokens of {found}, expected an integer type; {PREPROCESS_AGAIN}")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
     if size not in (expected, expected + num_sequences):

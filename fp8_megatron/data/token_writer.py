@@ -9,9 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from ..outputs import writing_to
+from .indexed import write_index
 from .temporary_files import clear_leftover_files, temporary_path
 
 _COPY_BYTES = 1 << 26
+
+
+def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    """The dtype of the tokens of a vocabulary, as in Megatron, which takes 16 bits below 65,500 tokens."""
+    return np.uint16 if vocab_size < 65500 else np.int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,19 +46,19 @@ class TokenizedDocuments:
 class DatasetWriter:
     """One .bin/.idx pair, under temporary names until `commit`. Leaving the context without it removes the files. Those
     that a kill left are removed by the next writer of the pair.
-
-    The bytes are those of megatron-core's `IndexedDatasetBuilder`, which writes the index.
     """
 
     def __init__(self, prefix: str, dtype: type[np.number]):
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
         self.prefix = prefix
         self.num_tokens = 0
         self.num_documents = 0
+        self._dtype = np.dtype(dtype)
+        self._lengths: list[np.ndarray] = []
+        self._document_ends: list[np.ndarray] = []
+        self._num_sequences = 0
         paths = {kind: Path(f"{prefix}.{kind}") for kind in ("bin", "idx")}
         self._temporary = {kind: temporary_path(path) for kind, path in paths.items()}
-        self._builder = IndexedDatasetBuilder(str(self._temporary["bin"]), dtype=dtype)
+        self._file = open(self._temporary["bin"], "wb")  # noqa: SIM115
         self._temporary["idx"].touch()
         for path in paths.values():
             clear_leftover_files(path)
@@ -62,40 +68,46 @@ class DatasetWriter:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # closing writes buffered bytes; an earlier error has told of a full disk
-            self._builder.data_file.close()
+            self._file.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
     def add(self, documents: TokenizedDocuments) -> None:
         """Append documents."""
         with writing_to(Path(f"{self.prefix}.bin"), "--output-prefix"):
-            self._builder.data_file.write(np.ascontiguousarray(documents.ids).data)
+            self._file.write(np.ascontiguousarray(documents.ids).data)
         self._add_to_index(documents.lengths, np.cumsum(documents.counts), len(documents.ids))
 
     def append_tokens(self, bin_path: Path, lengths: np.ndarray, document_ends: np.ndarray) -> None:
         """Append another dataset: its .bin file, int32 [sequences], and the end of each document in sequences."""
         with writing_to(Path(f"{self.prefix}.bin"), "--output-prefix"), bin_path.open("rb") as source:
             while part := source.read(_COPY_BYTES):
-                self._builder.data_file.write(part)
+                self._file.write(part)
         self._add_to_index(lengths, document_ends, int(lengths.sum(dtype=np.int64)))
 
     def append(self, other: DatasetWriter) -> None:
         """Append what another writer holds, which has not been committed."""
-        other._builder.data_file.flush()
-        lengths = np.array(other._builder.sequence_lengths, dtype=np.int32)
-        self.append_tokens(other._temporary["bin"], lengths, np.array(other._builder.document_indices[1:]))
+        other._file.flush()
+        self.append_tokens(other._temporary["bin"], *other._index())
 
     def _add_to_index(self, lengths: np.ndarray, document_ends: np.ndarray, num_tokens: int) -> None:
-        before = len(self._builder.sequence_lengths)
-        self._builder.sequence_lengths.extend(lengths.tolist())
-        self._builder.document_indices.extend((document_ends.astype(np.int64) + before).tolist())
+        self._lengths.append(lengths)
+        self._document_ends.append(document_ends.astype(np.int64) + self._num_sequences)
+        self._num_sequences += len(lengths)
         self.num_documents += len(document_ends)
         self.num_tokens += num_tokens
 
+    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of each sequence, and the end of each document in sequences."""
+        none = np.zeros(0, dtype=np.int32)
+        return np.concatenate([none, *self._lengths]), np.concatenate([none.astype(np.int64), *self._document_ends])
+
     def commit(self) -> None:
         """Write the index and rename both files. An index never stands beside another run's tokens."""
+        with writing_to(Path(f"{self.prefix}.bin"), "--output-prefix"):
+            self._file.close()
         with writing_to(Path(f"{self.prefix}.idx"), "--output-prefix"):
-            self._builder.finalize(str(self._temporary["idx"]))
+            write_index(self._temporary["idx"], self._dtype, *self._index())
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             for kind, path in self._temporary.items():
                 path.replace(f"{self.prefix}.{kind}")

@@ -10,6 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ..errors import UserError
 
@@ -32,6 +35,10 @@ class Tokenizer(ABC):
     eod: int
     #: Megatron-core masks this id out of the loss. No token has id -1: sequences are packed, never padded.
     pad: int = -1
+    #: The spaces in front of which a text may be cut; None: nowhere.
+    _cut: re.Pattern[str] | None = None
+    #: Whether a space is put in front of each text, so that a part does not have its own.
+    _adds_space: bool = False
 
     def __init__(self, vocab_size: int, eod: int, model: str | None):
         self.vocab_size = vocab_size
@@ -56,6 +63,21 @@ class Tokenizer(ABC):
         ids = self.encode_part(token)
         return ids[0] if len(ids) == 1 else None
 
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """All token ids of several texts, int32 [tokens], and how many each text has, int64 [texts]."""
+        return _flat(self.encode_batch(texts))
+
+    def parts(self, text: str, least: int) -> list[str]:
+        """A text in parts of about `least` characters or more, whose ids in a row are the ids of the text.
+
+        One part if the tokenizer is not known to allow cuts.
+        """
+        parts, start = [], 0
+        while self._cut is not None and (found := self._cut.search(text, start + least)):
+            parts.append(text[start : found.start()])
+            start = found.end() if self._adds_space else found.start()
+        return [*parts, text[start:]]
+
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, in order. Uses one thread, because callers run one process per core."""
@@ -68,15 +90,15 @@ class Tokenizer(ABC):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model`` file.
 
-    Words are encoded one by one and cached if that gives the same ids; this is two to four times as fast. The ids are
-    the same for a BPE model with bytes in which no piece crosses the start of a word, a newline or a tab, such as
-    `fp8-megatron tokenize` makes. Without bytes, unknown characters beside each other are one id, across words too.
+    Texts are encoded in parts (`parts`) where that gives the same ids, which is about 1.5 times as fast. It does for a
+    BPE model with bytes and without normalisation in which no piece crosses the start of a word, such as Llama's and
+    those of `fp8-megatron tokenize`. Without bytes, unknown characters beside each other are one id, across words too.
     """
 
     # Spaces belong to the next word. SentencePiece writes a space as ▁ (U+2581), and reads ▁ as a space.
-    _WORDS = re.compile(r"[\n\t]|[ \u2581]*[^ \u2581\n\t]+|[ \u2581]+")
-    _MAX_CACHED_WORDS = 400_000
-    _OVER_WORDS = re.compile(r"[^\u2581]\u2581|.[\n\t]|[\n\t].", re.DOTALL)
+    _BETWEEN_WORDS = re.compile(r"(?<=[^\s\u2581]) (?=[^\s\u2581])")
+    _OVER_WORDS = re.compile(r"[^\u2581][\u2581 ]")
+    _PART_CHARACTERS = 512
 
     def __init__(self, model: str):
         import sentencepiece
@@ -98,18 +120,17 @@ class SentencePieceTokenizer(Tokenizer):
                 f"train it with tools/train_tokenizer.py, or with SentencePiece's --eos_id=1"
             )
         super().__init__(self._processor.vocab_size(), eod, model)
-        self._ids_of_word: dict[str, list[int]] | None = {} if self._is_wordwise() else None
+        self._set_cut()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._ids_of_word is None:
-            return self._processor.encode(list(texts), num_threads=1)
-        known = self._ids_of_word
-        if len(known) > self._MAX_CACHED_WORDS:
-            known.clear()
-        words_of_texts = [self._WORDS.findall(text) for text in texts]
-        new = list({word for words in words_of_texts for word in words if word not in known})
-        known.update(zip(new, self._processor.encode(new, num_threads=1), strict=True))
-        return [list(chain.from_iterable(map(known.__getitem__, words))) for words in words_of_texts]
+        return self._processor.encode(list(texts), num_threads=1)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        parts = [self.parts(text, self._PART_CHARACTERS) for text in texts]
+        # Arrays, which older versions of SentencePiece do not make, cost less than lists.
+        encode = getattr(self._processor, "EncodeAsNumpy", self._processor.encode)
+        ids, lengths = _flat(encode(list(chain.from_iterable(parts)), num_threads=1))
+        return ids, sums_of_runs(lengths, [len(own) for own in parts])
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([int(token) for token in ids])
@@ -118,21 +139,21 @@ class SentencePieceTokenizer(Tokenizer):
         token_id = self._processor.piece_to_id(token)
         return None if token_id == self._processor.unk_id() else token_id
 
-    def _is_wordwise(self) -> bool:
-        """Whether encoding word by word is exact: no normalisation, nothing added, and no piece crosses words."""
+    def _set_cut(self) -> None:
+        """Let texts be cut between two words if that is exact."""
         from sentencepiece import sentencepiece_model_pb2
 
         model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
         model.ParseFromString(self._processor.serialized_model_proto())
-        normalizer = model.normalizer_spec
-        return (
+        if (
             model.trainer_spec.model_type == model.trainer_spec.BPE
             and model.trainer_spec.byte_fallback
             and not model.trainer_spec.treat_whitespace_as_suffix
-            and normalizer.name == "identity"
-            and not (normalizer.add_dummy_prefix or normalizer.remove_extra_whitespaces)
+            and model.normalizer_spec.name == "identity"
             and not any(self._OVER_WORDS.search(piece.piece) for piece in model.pieces)
-        )
+        ):
+            self._cut = self._BETWEEN_WORDS
+            self._adds_space = model.normalizer_spec.add_dummy_prefix
 
 
 class NullTokenizer(Tokenizer):
@@ -173,6 +194,19 @@ class NullTokenizer(Tokenizer):
                 f"{self.vocab_size - 1}, or train with a larger --vocab-size"
             )
         return ids
+
+
+def sums_of_runs(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """The sums of runs of these sizes, int64, which may be 0."""
+    return np.diff(np.cumsum(np.concatenate(([0], values)))[np.cumsum([0, *sizes])])
+
+
+def _flat(encoded: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Lists or arrays of ids, in one array, and the length of each."""
+    lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+    if encoded and isinstance(encoded[0], np.ndarray):
+        return np.concatenate(encoded), lengths
+    return np.fromiter(chain.from_iterable(encoded), dtype=np.int32, count=int(lengths.sum())), lengths
 
 
 def check_tokenizer_path(tokenizer_type: str, model: str) -> None:

@@ -73,6 +73,15 @@ def test_gpt2_ids_are_those_of_transformers(gpt2_files, python_source):
     assert ours.encode("a<|endoftext|>b")[1] == ours.eod, "as in Megatron, it is one token in a text too"
     for text in texts:
         assert ours.decode(ours.encode(text)) == text
+    check_parts(ours, texts)
+
+
+def check_parts(tokenizer, texts):
+    """A text in parts has the ids of the whole."""
+    parts = [tokenizer.parts(text, 3) for text in texts]
+    assert max(map(len, parts)) > 100
+    for text, own in zip(texts, parts, strict=True):
+        assert [token for part in own for token in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
 def test_gpt2_takes_further_special_tokens_and_is_exported_whole(gpt2_files, tmp_path):
@@ -83,6 +92,7 @@ def test_gpt2_takes_further_special_tokens_and_is_exported_whole(gpt2_files, tmp
     plain = build_tokenizer("GPT2BPETokenizer", None, options=gpt2_files)
     assert ours.vocab_size == plain.vocab_size + 1
     assert ours.encode("x<end of turn>y") == [*plain.encode("x"), plain.vocab_size, *plain.encode("y")]
+    assert plain.parts("to turn", 1) == ["to", " turn"] and ours.parts("to turn", 1) == ["to turn"]
     ours.save(tmp_path)
     saved = HuggingFaceTokenizer(str(tmp_path))
     assert saved.encode_batch(HARD) == ours.encode_batch(HARD) and saved.eod == ours.eod
@@ -103,6 +113,7 @@ def test_tiktoken_ids_are_those_of_megatron_core(tiktoken_file, python_source, p
     for text in [python_source, *HARD]:
         assert ours.encode(text) == theirs.text_to_ids(text)
         assert ours.decode(ours.encode(text)) == text
+    check_parts(ours, [python_source, *HARD])
     assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod) == (500, 2)
     assert ours.encode("a</s>b") == [20 + ord("a"), ours.eod, 20 + ord("b")]
 

@@ -5,6 +5,7 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sentencepiece
 
@@ -50,15 +51,25 @@ def test_sentencepiece_gives_text_back_exactly(tokenizer_model, python_source):
     assert len(tokenizer.encode(python_source)) < 0.6 * len(python_source)
 
 
-def test_words_encoded_one_by_one_are_what_sentencepiece_gives(tokenizer_model, python_source):
-    tokenizer = SentencePieceTokenizer(tokenizer_model)
-    assert tokenizer._ids_of_word is not None, "the model of tools/train_tokenizer.py takes the fast path"
-    processor = sentencepiece.SentencePieceProcessor(model_file=tokenizer_model)
+def encoded_flat(tokenizer, texts):
+    ids, lengths = tokenizer.encode_flat(texts)
+    return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
+
+
+@pytest.mark.parametrize("dummy_prefix", [None, False, True])
+@pytest.mark.parametrize("size", [1, 7, 512])
+def test_texts_in_parts_are_what_sentencepiece_gives(tmp_path, tokenizer_model, python_source, size, dummy_prefix):
+    path = Path(tokenizer_model)
+    if dummy_prefix is not None:  # else the model of tools/train_tokenizer.py
+        path = tmp_path / "other.model"
+        options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": dummy_prefix}
+        path.write_bytes(train_with_defaults(**options, add_dummy_prefix=dummy_prefix))
+    tokenizer = SentencePieceTokenizer(str(path))
+    tokenizer._PART_CHARACTERS = size
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     texts = [python_source, *AWKWARD, "a\u2581\u2581 \u2581b \u2581", python_source[::-1]]
-    assert tokenizer.encode_batch(texts) == processor.encode(texts)
-    assert tokenizer.encode_batch(texts) == processor.encode(texts), "a second time, from the cache"
-    tokenizer._MAX_CACHED_WORDS = 10
-    assert tokenizer.encode_batch(texts) == processor.encode(texts), "after the cache was full"
+    assert sum(len(tokenizer.parts(text, size)) > 2 for text in texts) > 1
+    assert encoded_flat(tokenizer, texts) == processor.encode(texts)
 
 
 AS_IT_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
@@ -80,8 +91,8 @@ def test_other_sentencepiece_models_are_encoded_whole(tmp_path, python_source, o
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     texts = ["if option_string in  self.actions:\n    return None", " the  argument is not a string ", python_source]
     texts += ["one line\n\tand 漢\n字"]  # without bytes, unknown characters beside each other are one id
-    assert tokenizer._ids_of_word is None
-    assert tokenizer.encode_batch(texts) == processor.encode(texts)
+    assert all(tokenizer.parts(text, 1) == [text] for text in texts)
+    assert encoded_flat(tokenizer, texts) == processor.encode(texts)
 
 
 def test_tokenizer_survives_a_move_to_a_loader_process(tokenizer_model):

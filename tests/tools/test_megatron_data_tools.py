@@ -75,7 +75,9 @@ def test_partitions_give_megatrons_order(lines, tmp_path, tokenizer_model, parti
     from fp8_megatron.data import documents
 
     original = documents.read_batches
-    monkeypatch.setattr(preprocess_data, "read_batches", lambda *args, **kw: original(*args, **kw, batch_bytes=100))
+    monkeypatch.setattr(
+        preprocess_data, "read_batches", lambda *args, **kw: original(*args, **kw | {"batch_bytes": 100})
+    )
     preprocess(lines, tmp_path / "ours", tokenizer_model, "--partitions", str(partitions))
     tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_model)
     whole = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=DType.optimal_dtype(tokenizer.vocab_size))

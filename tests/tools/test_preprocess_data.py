@@ -12,6 +12,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from fp8_megatron.commands import preprocess_data
+from fp8_megatron.data import text_encoding
 from fp8_megatron.data.indexed import check_indexed_dataset
 from fp8_megatron.data.tokenizer_settings import build_tokenizer
 from tests.harness.limits import files_limited_to
@@ -59,6 +60,26 @@ def test_any_number_of_workers_and_compression_give_the_same_bytes(corpus, token
     for extension in (".bin", ".idx"):
         one, two = (tmp_path / f"{name}_text_document{extension}" for name in ("one", "two"))
         assert one.read_bytes() == two.read_bytes()
+
+
+def test_workers_share_long_documents(documents, tokenizer_model, tmp_path, monkeypatch):
+    long = "".join(documents) * (600_000 // len("".join(documents)) + 1)
+    path = tmp_path / "long.jsonl"
+    texts = [("first", "a title"), (long, ""), ("", "a title"), (long[::-1], long[:200_000])]
+    path.write_text("".join(json.dumps({"text": text, "title": title}) + "\n" for text, title in texts))
+    chunks: list[int] = []
+    of_results = text_encoding.results_in_order
+    counted = lambda *args, **kwargs: (chunks.append(1) or one for one in of_results(*args, **kwargs))  # noqa: E731
+    monkeypatch.setattr(text_encoding, "results_in_order", counted)
+    flags = ("--append-eod", "--json-keys", "text", "title")
+    for workers in (1, 2):
+        output = tmp_path / str(workers) / "out"
+        assert run(path, output=output, model=tokenizer_model, flags=flags, workers=workers) == 0
+    assert len(chunks) > 30, "parts of a sixteenth of what a worker has to do, or a little more"
+    for name in files(tmp_path / "1"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+    tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_model)
+    assert read(tmp_path / "2" / "out_text_document")[1] == [*tokenizer.encode(long), tokenizer.eod]
 
 
 def test_keys_plain_text_and_empty_documents(tokenizer_model, output, tmp_path, capsys):
@@ -143,7 +164,7 @@ def test_a_failed_overwrite_keeps_the_old_output(corpus, tokenizer_model, output
 
 
 def test_a_killed_worker_is_an_error_not_a_hang(corpus, tokenizer_model, output, capsys, monkeypatch):
-    monkeypatch.setattr(preprocess_data, "encode", exit_at_once)
+    monkeypatch.setattr(text_encoding, "encode", exit_at_once)
     assert run(corpus, output=output, model=tokenizer_model, workers=2) == 2
     assert "a worker process died, probably out of memory: give fewer --workers than 2" in capsys.readouterr().err
     assert files(output.parent) == []
