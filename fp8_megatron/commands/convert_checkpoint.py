@@ -287,6 +287,8 @@ def to_hugging_face(source: SourceCheckpoint, folder: Path, options: ConvertOpti
         folders.DTYPES[options.dtype],
         fp8_layout=folders.FP8Layout(options.fp8) if options.fp8 is not None else None,
         layers_in_16_bits=layers_in_16_bits,
+        has_fp8_weights=_has_fp8_weights(config),
+        power_of_two=config.precision.is_fp8 and config.precision.fp8_power_of_two_scales,
         max_shard_bytes=int(options.max_shard_gb * 1e9),
     )
     names_tokenizer = config.data.tokenizer_model is not None or config.data.vocab_file is not None
@@ -305,6 +307,15 @@ def to_hugging_face(source: SourceCheckpoint, folder: Path, options: ConvertOpti
             folder, source.weights, config.model, vocab_size, export, token_ids=tokenizer.token_ids, on_weight=advance
         )
     return tokenizer.message
+
+
+def _has_fp8_weights(config: Config) -> bool:
+    """Whether a run holds each linear weight in FP8 with one scale, derived from the whole master."""
+    from ..dtypes import StorageDtype
+
+    formats, precision = config.precision.formats, config.precision
+    is_whole = config.parallel.tensor_model_parallel_size == 1 and formats.master_weight is not StorageDtype.SPLIT
+    return precision.is_fp8 and formats.weight is StorageDtype.FP8 and is_whole
 
 
 def with_flags(config: Config, options: ConvertOptions) -> Config:

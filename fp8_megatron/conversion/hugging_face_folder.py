@@ -16,9 +16,12 @@ from torch import Tensor
 from ..checkpoint.files import CheckpointError, read_file, write_text
 from ..checkpoint.weights import WeightReader, is_finite
 from ..config.schema import ModelConfig
+from ..dtypes import E4M3
+from ..kernels import ops
 from ..models.hugging_face import Rule
 from ..models.keys import LAYERS, WORD_EMBEDDING, holds_experts
 from ..models.registry import architecture_of, hugging_face_of_json, is_linear_weight, weight_shapes
+from ..quantization.stored_scales import dequantize
 from ..sharding.region import Shape
 from . import hugging_face_fp8 as fp8
 from .hugging_face_fp8 import FP8Layout
@@ -27,17 +30,20 @@ from .safetensors_files import SafetensorsFolder, SafetensorsWriter, TensorSpec
 CONFIG_FILE = "config.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_SCALE_SUFFIXES = tuple(f"weight{layout.scale_suffix}" for layout in FP8Layout)
 # Tensors of whole numbers, which rules unpack.
 _PACKED = ("_blocks", "_scales")
-# Buffers that older versions of transformers saved among the weights.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".input_scale")
+_MODELOPT_FILE = "hf_quant_config.json"
+# Buffers that older versions of transformers saved among the weights, and scales of what inference casts.
+_BUFFERS = (
+    *(".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"),
+    *(".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale"),
+)
 
 
 class HuggingFaceWeights:
     """The weights of a Hugging Face folder under this project's keys, without vocabulary padding, in FP32.
 
-    FP8 weights of either layout of `hugging_face_fp8` are dequantised.
+    FP8 weights are dequantised where `hugging_face_fp8.check_readable` takes their layout.
 
     Args:
         folder: with ``config.json`` and safetensors files.
@@ -55,8 +61,10 @@ class HuggingFaceWeights:
         try:
             names = hugging_face_of_json(self.json)
             self.model, self.family = names.model_from_json(self.json), names.families[self.json["model_type"]]
-            if self.json.get("quantization_config"):
-                fp8.check_readable(self.json["quantization_config"])
+            modelopt = folder / _MODELOPT_FILE
+            quantization = fp8.quantization_of(self.json, read_json(modelopt) if modelopt.is_file() else None)
+            if quantization is not None:
+                fp8.check_readable(quantization)
         except CheckpointError as error:
             raise CheckpointError("\n".join(f"{folder}/{line}" for line in str(error).splitlines())) from None
         assert self.model.vocab_size is not None
@@ -132,13 +140,15 @@ class HuggingFaceWeights:
             return tensor.float()
         for layout in FP8Layout:
             if name + layout.scale_suffix in self._tensors.file_of:
-                scale = self._tensors.spec(name + layout.scale_suffix)
-                if not fp8.can_dequantize(tuple(tensor.shape), scale.shape):
+                shape = self._tensors.spec(name + layout.scale_suffix).shape
+                of_all = expert is None or len(shape) < 2
+                scale = self._tensors.read(name + layout.scale_suffix, None if of_all else expert)
+                try:
+                    return dequantize(tensor, scale)
+                except ValueError as error:
                     raise CheckpointError(
-                        f"{self._folder}: {scale.name} has shape {scale.shape}, which is no scale of {name!r} of shape "
-                        f"{tuple(tensor.shape)}; fetch the folder again"
-                    )
-                return fp8.dequantize(tensor, self._tensors.read(scale.name))
+                        f"{self._folder}: {name + layout.scale_suffix}: {error}; fetch the folder again"
+                    ) from error
         raise CheckpointError(f"{self._folder}: {name!r} is FP8 without a scale beside it")
 
     def _stored(self, name: str) -> str:
@@ -162,7 +172,8 @@ class HuggingFaceWeights:
             if self._tensors.spec(name).dtype is torch.uint8 and not name.endswith(_PACKED):
                 raise CheckpointError(f"{self._folder}: {name} is U8, of a quantisation that is not supported")
         for name in self._tensors.names:
-            known = name in expected or name.endswith((*_SCALE_SUFFIXES, *_BUFFERS))
+            scaled = {name.removesuffix(layout.scale_suffix) for layout in FP8Layout}
+            known = not scaled.isdisjoint(expected) or name.endswith(_BUFFERS)
             if name == "lm_head.weight" and not known:  # the embedding is the head
                 self._check_tied(name)
             elif not known:
@@ -214,12 +225,16 @@ class Export:
         dtype: dtype of weights that are not FP8.
         fp8_layout: layout of FP8 linear weights; None: no FP8.
         layers_in_16_bits: these layers stay out of FP8.
+        has_fp8_weights: the run's weights are at rest in FP8 with a scale a matrix, which blocks then keep.
+        power_of_two: the run rounds scales of blocks up to powers of two.
         max_shard_bytes: maximum size of one file.
     """
 
     dtype: torch.dtype = torch.bfloat16
     fp8_layout: FP8Layout | None = None
     layers_in_16_bits: tuple[int, ...] = ()
+    has_fp8_weights: bool = False
+    power_of_two: bool = False
     max_shard_bytes: int = 5 * 10**9
 
     def in_fp8(self, place: _Place) -> bool:
@@ -333,14 +348,14 @@ def _theirs(place: _Place, weight: Tensor, export: Export) -> Iterator[tuple[str
         return
     assert export.fp8_layout is not None
     suffix = export.fp8_layout.scale_suffix
-    if export.fp8_layout is FP8Layout.COMPRESSED_TENSORS:
-        payload, scale = fp8.quantize_tensor(weight)
+    if export.fp8_layout is FP8Layout.COMPRESSED_TENSORS or export.has_fp8_weights:
+        payload, _, scale = ops.quantize_current(weight, E4M3)  # as the optimizer derives it
         for name, part in zip(names, rule.split(payload), strict=True):
             yield name, part
-            yield name + suffix, scale
+            yield name + suffix, scale.expand(fp8.scale_shape(export.fp8_layout, tuple(part.shape)))
     else:
         for name, part in zip(names, rule.split(weight), strict=True):
-            payload, scales = fp8.quantize_blocks(part)
+            payload, scales = fp8.quantize_blocks(part, power_of_two=export.power_of_two)
             yield name, payload
             yield name + suffix, scales
 

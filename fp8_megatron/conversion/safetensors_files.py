@@ -31,6 +31,7 @@ _DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.uint8: "U8",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 
 
