@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def build_optimizer(
     replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter],
     opt_level: str,
     *,
+    value_of: Callable[[torch.nn.Parameter], Tensor] = plain_value,
     process_group: Group | None = None,
     gradient_accumulation_steps: int | None = None,
 ) -> FP8Optimizer:
@@ -37,6 +39,7 @@ def build_optimizer(
         optimizer: one that `update_rules` knows, over parameters of the model, before its first step.
         replaced: weights that were replaced in the model → the new ones. The new ones start with the old ones' values.
         opt_level: O1, O2 or O3.
+        value_of: the value of a weight that was replaced.
         process_group: the model's replicas, if there are several; None: all ranks of an initialised
             `torch.distributed`. They start with the first one's values.
         gradient_accumulation_steps: backward passes per step, if known; else the first step with several finds out.
@@ -56,7 +59,7 @@ def build_optimizer(
         use_params(optimizer, replaced),
         dict(optimizer.defaults),
         names=names,
-        values=_initial_values(model, replaced),
+        values=_initial_values(model, replaced, value_of),
         storage=ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32),
         histories=delayed_scales(model, device),
         num_gradients=gradient_accumulation_steps or 1,
@@ -181,12 +184,20 @@ def layouts(model: torch.nn.Module) -> dict[Tensor, Layout]:
 
 
 def _initial_values(
-    model: torch.nn.Module, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]
-) -> dict[torch.nn.Parameter, Tensor]:
-    """The value of every new weight before it was rounded. Old weights that became one are its rows, in order."""
+    model: torch.nn.Module,
+    replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter],
+    value_of: Callable[[torch.nn.Parameter], Tensor],
+) -> dict[torch.nn.Parameter, Callable[[], Tensor]]:
+    """What computes the value of each new weight before it was rounded. Old weights that became one are its rows, in
+    order."""
     known = layouts(model)
-    parts: dict[torch.nn.Parameter, list[Tensor]] = {}
+    parts: dict[torch.nn.Parameter, list[torch.nn.Parameter]] = {}
     for old, new in replaced.items():
-        value, layout = plain_value(old), known.get(new)
-        parts.setdefault(new, []).append(value if layout is None else layout.to_stored(value))
-    return {new: torch.cat(values) if len(values) > 1 else values[0] for new, values in parts.items()}
+        parts.setdefault(new, []).append(old)
+
+    def value(new: torch.nn.Parameter, olds: Sequence[torch.nn.Parameter]) -> Tensor:
+        values, layout = [value_of(old) for old in olds], known.get(new)
+        values = values if layout is None else [layout.to_stored(one) for one in values]
+        return torch.cat(values) if len(values) > 1 else values[0]
+
+    return {new: partial(value, new, olds) for new, olds in parts.items()}

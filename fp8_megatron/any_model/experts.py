@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Container
 from typing import Any, ClassVar, cast
 
 import torch
@@ -153,8 +154,14 @@ class FP8Experts(ScaledModule):
         return f"{shapes}, {self.form.activation.kind}, {self.quantizers[0]}"
 
 
-def reason_to_stay(module: torch.nn.Module, names: ExpertNames, recipe: Recipe) -> str | None:
-    """Why experts stay as they are; None if nothing speaks against FP8."""
+def reason_to_stay(
+    module: torch.nn.Module, names: ExpertNames, recipe: Recipe, scaled: Container[Tensor] = ()
+) -> str | None:
+    """Why experts stay as they are; None if nothing speaks against FP8.
+
+    Args:
+        scaled: weights in FP8 whose scales are known.
+    """
     weights = [getattr(module, name) for name in names]
     if parametrize.is_parametrized(module):
         return "it is parametrised"
@@ -164,7 +171,8 @@ def reason_to_stay(module: torch.nn.Module, names: ExpertNames, recipe: Recipe) 
         return "ranks share its experts"
     if any(stored_part(one) is not None for one in weights):
         return "its weights are in FP8 already"
-    if weights[0].dtype not in _DTYPES or weights[0].dtype != weights[1].dtype:
+    is_known = weights[0].dtype in _DTYPES or weights[0] in scaled
+    if not is_known or weights[0].dtype != weights[1].dtype:
         return f"its weights are {weights[0].dtype} and {weights[1].dtype}"
     if not recipe.roles.input.takes_groups:
         return f"recipe {recipe.name!r} has no products of experts"
@@ -196,11 +204,11 @@ def convert_experts(name: str, module: torch.nn.Module, names: ExpertNames, swap
     module.quantizers = (swap.recipe.expert_quantizers(), swap.recipe.expert_quantizers())
     for key in names:
         old: Any = module._parameters[key]
-        module.weight_dtype = old.dtype
+        value, module.weight_dtype = swap.value(old)
         storage = swap.weight if old.requires_grad else StorageDtype.FP8
         layout = form.layout(key)
-        value = old.detach() if layout is None else layout.to_stored(old.detach())
-        new: Any = torch.nn.Parameter(stored(value, storage), old.requires_grad)
+        value = value if layout is None else layout.to_stored(value)
+        new: Any = torch.nn.Parameter(stored(value, storage, module.weight_dtype), old.requires_grad)
         new.home = module.home
         keep_notes(old, new)
         module._parameters[key] = new

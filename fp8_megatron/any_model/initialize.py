@@ -21,6 +21,7 @@ from ..quantization.recipe import Recipe
 from .build import build_optimizer
 from .linears import LinearFilter, is_fp8, replace_linears
 from .optimizer import FP8Optimizer, is_fully_sharded, is_sharded
+from .quantized_layers import find_quantized
 from .torch_optimizers import check_optimizer, check_params, look_before_steps
 
 logger = logging.getLogger(__name__)
@@ -92,9 +93,14 @@ def initialize(
             "the model has FP8 layers already: give recipe, filter and recompute_activations to replace_linears, which "
             "made them"
         )
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        check_params(group, names)
+    quantized = find_quantized(model)
+    left_out = quantized.left_out
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter not in left_out}
+    kept = [[one for one in group["params"] if one not in left_out] for group in optimizer.param_groups]
+    for group, params in zip(optimizer.param_groups, kept, strict=True):
+        check_params({**group, "params": params}, names, quantized.scales)
+    for group, params in zip(optimizer.param_groups, kept, strict=True):
+        group["params"] = params
     _check_memory(names, {parameter for group in optimizer.param_groups for parameter in group["params"]})
     replaced = replace_linears(
         model,
@@ -103,12 +109,14 @@ def initialize(
         filter=filter,
         recompute_activations=recompute_activations,
         optimized={parameter for group in optimizer.param_groups for parameter in group["params"]},
+        quantized=quantized,
     )
     built = build_optimizer(
         model,
         optimizer,
         replaced,
         opt_level,
+        value_of=quantized.value,
         process_group=process_group,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )

@@ -27,6 +27,7 @@ from .experts import FP8Experts, convert_experts
 from .heads import language_heads
 from .module_swap import Swap, has_hooks
 from .optimizer import is_sharded
+from .quantized_layers import QuantizedLayers, find_quantized
 from .report import STAYS, report
 from .te_layers import FP8LayerNormMLP
 from .te_modules import check_stays, convert_te, te_kind, te_weights
@@ -47,6 +48,7 @@ def replace_linears(
     filter: LinearFilter | None = None,
     recompute_activations: bool = False,
     optimized: Container[torch.Tensor] | None = None,
+    quantized: QuantizedLayers | None = None,
 ) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
     """Turn the linear layers of `model` into `FP8Linear`, in place. Returns old weight → new weight.
 
@@ -70,6 +72,7 @@ def replace_linears(
             pass. Not under `torch.compile`. Experts compute the first projection's output again.
         optimized: the parameters of the optimizer that is to have FP8 state; None: all. A layer stays if its weight is
             trained and not among them: another optimizer may hold it, and would not find the new one.
+        quantized: what `find_quantized` finds; None: it is asked.
 
     Raises:
         ValueError: a weight is float64; an unknown recipe, or another model's delayed one.
@@ -86,9 +89,11 @@ def replace_linears(
     recipe = build_recipe(recipe)
     if recipe.history is not None and recipe.history.record is not None:
         raise ValueError("the recipe's amax history belongs to another model: give each model a recipe of its own")
-    stays = _reasons_to_stay(model, recipe, filter, optimized)
+    quantized = quantized or find_quantized(model)
+    quantized.strip(model)
+    stays = _reasons_to_stay(model, recipe, filter, optimized, quantized.scales)
     heads = language_heads(model) if recipe.roles.grad_output.takes_row_scales else set()
-    swap = Swap(recipe, weight)
+    swap = Swap(recipe, weight, quantized)
     slots: dict[str, list[int]] = {}
     for name, module in list(model.named_modules()):
         if is_fp8(module) or not is_linear(module):
@@ -111,6 +116,7 @@ def replace_linears(
         for own_name, layer in layers.items():
             slots[own_name] = list(layer.quantizers.slots())
             layer.scales_grad_rows = layer in heads
+    quantized.make_plain(swap.replaced)
     _close_fast_paths(model)
     if recompute_activations:
         _recompute_inputs(model)
@@ -172,9 +178,17 @@ def _is_conv1d(module: torch.nn.Module) -> bool:
 
 
 def _reasons_to_stay(
-    model: torch.nn.Module, recipe: Recipe, filter: LinearFilter | None, optimized: Container[torch.Tensor] | None
+    model: torch.nn.Module,
+    recipe: Recipe,
+    filter: LinearFilter | None,
+    optimized: Container[torch.Tensor] | None,
+    scaled: Container[torch.Tensor],
 ) -> dict[str, str]:
-    """Name → reason of every linear layer that does not become FP8."""
+    """Name → reason of every linear layer that does not become FP8.
+
+    Args:
+        scaled: weights in FP8 whose scales are known.
+    """
     adapters = _adapters(model)
     stays: dict[str, str] = {}
     willing: dict[str, torch.nn.Module] = {}
@@ -184,7 +198,7 @@ def _reasons_to_stay(
             holders[parameter][name] = module
         if is_fp8(module) or not is_linear(module):
             continue
-        reason = "it is an adapter" if module in adapters else _reason(name, module, recipe, filter)
+        reason = "it is an adapter" if module in adapters else _reason(name, module, recipe, filter, scaled)
         if reason is None and optimized is not None and not _is_optimized(module, optimized):
             reason = "its weight is trained, and not by this optimizer"
         if reason is None:
@@ -233,7 +247,9 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
     return found
 
 
-def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFilter | None) -> str | None:
+def _reason(
+    name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFilter | None, scaled: Container[torch.Tensor]
+) -> str | None:
     """Why this layer stays as it is; None if nothing speaks against FP8."""
     if parametrize.is_parametrized(module):
         return "it is parametrised"
@@ -241,7 +257,7 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
     if names is not None:
         if filter is not None and not filter(name, module):
             return "the filter refuses it"
-        return experts.reason_to_stay(module, names, recipe)
+        return experts.reason_to_stay(module, names, recipe, scaled)
     if te_kind(module) is not None or isinstance(module, torch.nn.MultiheadAttention):
         if filter is not None and not filter(name, module):
             return "the filter refuses it"
@@ -273,7 +289,8 @@ def _reason(name: str, module: torch.nn.Module, recipe: Recipe, filter: LinearFi
         return "its weight is complex"
     if _is_conv1d(module) and has_hooks(weight):
         return "a hook waits for its weight's gradient, which FP8 has transposed"
-    _check_dtype(name, weight)
+    if weight not in scaled:
+        _check_dtype(name, weight)
     for size in weight.shape:
         if size % recipe.size_multiple or not size:
             return f"its size {size} is not a multiple of {recipe.size_multiple}"

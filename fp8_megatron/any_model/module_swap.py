@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from ..dtypes import StorageDtype
 from ..nn.module import FP8Linear
 from ..quantization.recipe import Recipe
+
+if TYPE_CHECKING:
+    from .quantized_layers import QuantizedLayers
 
 #: Hooks of gradients: ``register_hook`` and ``register_post_accumulate_grad_hook``.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -37,12 +40,19 @@ class Swap:
     Attributes:
         recipe: how operands are scaled.
         weight: how trained weights are stored. Frozen weights are FP8.
+        quantized: FP8 weights with scales that the model had.
         replaced: old parameter → the one in its place.
     """
 
     recipe: Recipe
     weight: StorageDtype
+    quantized: QuantizedLayers
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = field(default_factory=dict)
+
+    def value(self, old: torch.nn.Parameter) -> tuple[Tensor, torch.dtype]:
+        """The value of a weight, and the dtype that its layer shows: FP8 shows that of the model's other parameters."""
+        is_scaled = old in self.quantized.scales
+        return (self.quantized.value(old), self.quantized.dtype) if is_scaled else (old.detach(), old.dtype)
 
     def give_weight(
         self,
@@ -61,9 +71,10 @@ class Swap:
             value: of the weight; None: that of `old`.
             keeps_notes: see `keep_notes`.
         """
-        value = (old.detach() if value is None else value).requires_grad_(old.requires_grad)
+        own, dtype = self.value(old) if value is None else (value, value.dtype)
+        own = own.requires_grad_(old.requires_grad)
         storage = self.weight if old.requires_grad else StorageDtype.FP8
-        layer.take(value, bias, recipe=self.recipe, weight=storage, name=name)
+        layer.take(own, bias, recipe=self.recipe, weight=storage, name=name, dtype=dtype)
         new = layer._parameters["weight"]
         assert new is not None
         if keeps_notes:

@@ -63,7 +63,7 @@ class FP8Optimizer(SpaceOptimizer):
         param_groups: torch's param groups, with the rule's options.
         defaults: for options that a group does not have.
         names: the names of the model's parameters, for errors and for random numbers.
-        values: initial values of parameters that are not to start from the value that they have.
+        values: what computes the initial value of a parameter that is not to start from the value that it has.
         storage: what is stored in which format.
         histories: delayed scales of the model's casts; `step` advances them.
         num_gradients: gradients that each parameter is expected to receive per step.
@@ -81,7 +81,7 @@ class FP8Optimizer(SpaceOptimizer):
         defaults: dict[str, Any],
         *,
         names: Mapping[torch.nn.Parameter, str],
-        values: Mapping[torch.nn.Parameter, Tensor],
+        values: Mapping[torch.nn.Parameter, Callable[[], Tensor]],
         storage: ModelStorage,
         histories: Sequence[AmaxHistory] = (),
         num_gradients: int = 1,
@@ -177,11 +177,13 @@ class FP8Optimizer(SpaceOptimizer):
     @torch.no_grad()
     def _build(self, space: ParamSpace, params: Sequence[LocalParam], group: dict[str, Any]) -> ModelSpace:
         """State and gradients of a new space, with the values that its parameters have."""
-        values = [self._values.get(slot.param, one.value) for slot, one in zip(space.slots, params, strict=True)]
-        self._ranks.broadcast(values)
+        slots = list(zip(space.slots, params, strict=True))
+        known = [None if slot.param in self._values else one.value for slot, one in slots]
         state = self.build_state(space, group)
-        for slot, value in zip(space.slots, values, strict=True):
-            state.set_master(slot, value)
+        for slot, value in zip(space.slots, known, strict=True):
+            own = self._values[slot.param]() if value is None else value  # of one at a time, as it may be in FP32
+            self._ranks.broadcast([own])
+            state.set_master(slot, own)
         publish(state)
         for slot in space.slots:
             if isinstance(slot.param, ScaledTensor):

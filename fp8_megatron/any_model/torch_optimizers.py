@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,8 +128,13 @@ def check_matrices(rule: UpdateRule, group: Mapping[str, Any], names: Mapping[to
             )
 
 
-def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, str]) -> None:
+def check_params(
+    group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, str], scaled: Container[torch.nn.Parameter] = ()
+) -> None:
     """Check the parameters of one group.
+
+    Args:
+        scaled: FP8 parameters whose scales are known.
 
     Raises:
         OptimizerError: one is not the model's or comes twice, or has a dtype or device that the FP8 optimizer does not
@@ -142,7 +147,7 @@ def check_params(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, st
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} that the model did not have at "
                 f"initialize: build it from model.parameters() of this model, and add layers before initialize"
             )
-        if param.dtype not in _DTYPES:
+        if param.dtype not in _DTYPES and param not in scaled:
             known = ", ".join(str(dtype) for dtype in _DTYPES)
             raise OptimizerError(f"{names[param]} is {param.dtype}: parameters are {known}; convert the model first")
         if param.requires_grad and getattr(param, "reduced_by_ddp", False):

@@ -102,16 +102,23 @@ class FP8Linear(ScaledModule, torch.nn.Linear):
         self.take(value, None if drawn is None else torch.nn.Parameter(drawn), recipe=recipe, weight=weight)
 
     def take(
-        self, value: Tensor, bias: torch.nn.Parameter | None, *, recipe: Recipe, weight: StorageDtype, name: str = ""
+        self,
+        value: Tensor,
+        bias: torch.nn.Parameter | None,
+        *,
+        recipe: Recipe,
+        weight: StorageDtype,
+        name: str = "",
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Become the layer with the weight `value` [out_features, in_features], rounded, and this very bias.
 
-        The weight requires a gradient if `value` does.
+        The weight requires a gradient if `value` does. It shows `dtype`; None: that of `value`.
         """
         self.out_features, self.in_features = value.shape
-        self.weight_dtype = value.dtype
+        self.weight_dtype = dtype or value.dtype
         self.name = name or type(self).__name__
-        self.hold(torch.nn.Parameter(stored(value, weight), value.requires_grad))
+        self.hold(torch.nn.Parameter(stored(value, weight, self.weight_dtype), value.requires_grad))
         self.register_parameter("bias", bias)
         self.quantizers = recipe.linear_quantizers()
         self._row_multiple = recipe.size_multiple

@@ -193,17 +193,17 @@ class ScaledModule(torch.nn.Module):
         torch.utils.swap_tensors(weight, moved)  # optimizers and tied layers know this parameter
 
 
-def stored(value: Tensor, storage: StorageDtype) -> ScaledTensor:
+def stored(value: Tensor, storage: StorageDtype, dtype: torch.dtype) -> ScaledTensor:
     """A weight [N, K], or the matrices of experts [E, N, K], at rest: E4M3 with a scale a matrix, or FP16 with a scale
     for each `STATE_BLOCK` elements.
 
-    It advertises the dtype of `value`.
+    It advertises `dtype`.
     """
     value = value.detach().contiguous()
     if storage is StorageDtype.FP8:
-        return ScaledTensor.quantize(value, dtype=value.dtype)
+        return ScaledTensor.quantize(value, dtype=dtype)
     assert storage is StorageDtype.FP16, storage
     payload = torch.empty(value.numel(), dtype=torch.float16, device=value.device)
     scales = torch.empty(value.numel() // STATE_BLOCK, device=value.device)
     ops.quantize_blockwise_(value.reshape(-1), payload, scales)
-    return ScaledTensor(payload.view(value.shape), scales, dtype=value.dtype)
+    return ScaledTensor(payload.view(value.shape), scales, dtype=dtype)
