@@ -386,13 +386,12 @@ class _SumRows(torch.autograd.Function):
 
 
 def probs_of_rows(probs: Tensor, groups: Groups) -> Tensor:
-    """FP32 [R] of `probs` [T, E]; 0 for a row without a token."""
-    source = groups.source
-    return torch.where(source < 0, 0.0, probs.reshape(-1)[source.clamp(min=0)])
+    """FP32 [R] of `probs` [T, E]; 0 for a row without a token, whose source is -1."""
+    return probs.reshape(-1)[groups.source].masked_fill_(groups.source < 0, 0.0)
 
 
 def _probs_of_tokens(grad: Tensor, groups: Groups, shape: torch.Size) -> Tensor:
     """The gradient [T, E] of probabilities from that of rows [R]."""
-    source, count = groups.source, shape.numel()
-    place = torch.where(source < 0, count, source).long()  # rows without a token share one place behind the others
-    return grad.new_zeros(count + 1).scatter_(0, place, grad)[:count].view(shape)
+    found = grad.new_zeros(shape.numel() + 1)
+    found[groups.source] = grad  # -1 is the place behind the others
+    return found[:-1].view(shape)
