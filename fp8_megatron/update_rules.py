@@ -98,6 +98,14 @@ RULES: Mapping[str, RuleEntry] = MappingProxyType(
 )
 
 
+def shares_rule(name: str, other: str) -> bool:
+    """Whether one of two optimizers has, for its other parameters, the rule of the other one."""
+    return any(
+        a in RULES and b in RULES and RULES[a].rest is not None and RULES[RULES[a].rest or b] is RULES[b]
+        for a, b in ((name, other), (other, name))
+    )
+
+
 def rule_of_space(name: str, *, has_matrices: bool) -> str:
     """The rule of a space of a model whose optimizer has the name `name`.
 

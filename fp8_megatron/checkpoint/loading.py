@@ -15,6 +15,7 @@ from torch import Tensor
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..sharding.partition import Fragment, Slot
+from ..update_rules import RULES, shares_rule
 from .files import CheckpointError, candidates, iteration_folder, saved_iterations, unfinished_folders
 from .manifest import check_files, problem_with, read_manifest
 from .megatron_loading import load_megatron_checkpoint, megatron_folder
@@ -31,7 +32,7 @@ from .run_state import (
     set_rng_states,
 )
 from .same_model import unread_tensor
-from .saved_run import Elements, SavedRun, differing_setting
+from .saved_run import Elements, SavedRun, differing_setting, saved_settings
 from .upcycling import load_upcycled
 
 logger = logging.getLogger(__name__)
@@ -81,11 +82,16 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     saved = SavedRun(folder)
     _check_model(saved, state, finetune=options.finetune)
     loads_state = options.optimizer and not options.finetune and state.is_trained
-    if loads_state:
-        _check_states(saved, state)
+    starts_anew = loads_state and _has_other_rule(saved, state)
+    # AdamW counts its steps: with moments that are new for some parameters, all of them start anew.
+    loads_state &= not starts_anew or RULES[state.config.optimizer.optimizer].rest is not None
     has_same_experts = saved.num_replicas == state.topology.replicas.size or state.topology.ep.size() == 1
     takes_scales = saved.has_model_layout_of(state) and has_same_experts
-    wanted = list(_state_to_read(state, state.kinds if loads_state else (MASTER,)))
+    wanted = [
+        item
+        for item in _state_to_read(state, state.kinds if loads_state else (MASTER,))
+        if not starts_anew or saved.holds(item.elements)
+    ]
     values = saved.read([item.elements for item in wanted], device=state.device)
     state.optimizer.wait_for_copies()
     for item, value in zip(wanted, values, strict=True):
@@ -112,14 +118,26 @@ def _take_buffers(saved: SavedRun, state: Resumable) -> None:
         buffer.copy_(value.view_as(buffer))
 
 
-def _check_states(saved: SavedRun, state: Resumable) -> None:
-    """Raise an error, the same on every rank, if a checkpoint has the states of another update rule."""
-    own, holds = state.kinds[1:], saved.description.get("optimizer")
-    if holds and set(holds) != set(own):
+def _has_other_rule(saved: SavedRun, state: Resumable) -> bool:
+    """Whether some parameters start their state anew: the other optimizer has the rule of this one's other parameters.
+
+    Raises:
+        CheckpointError: the states are of an update rule that has nothing of this run's; the same on every rank.
+    """
+    own, holds, mine = state.kinds[1:], saved.description.get("optimizer"), state.config.optimizer.optimizer
+    if not holds or set(holds) == set(own):
+        return False
+    theirs = saved_settings(saved.folder, "optimizer").get("optimizer")
+    if not (isinstance(theirs, str) and shares_rule(theirs, mine)):
         raise CheckpointError(
-            f"{saved.folder} has another optimizer's state: {', '.join(holds)}, where --optimizer "
-            f"{state.config.optimizer.optimizer} has {', '.join(own) or 'none'}; give --finetune, or --no-load-optim"
+            f"{saved.folder} has another optimizer's state: {', '.join(holds)}, where --optimizer {mine} has "
+            f"{', '.join(own) or 'none'}; give --finetune, or --no-load-optim"
         )
+    if state.topology.rank == 0:
+        what = "all state" if RULES[mine].rest is None else "the state of linear layers' weights"
+        text = "%s was saved under --optimizer %s: under %s %s starts anew"
+        logger.warning(text, saved.folder, theirs, mine, what)
+    return True
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,10 @@ class SavedRun:
             "load it with the configuration saved beside it (config.yaml)"
         )
 
+    def holds(self, elements: Elements) -> bool:
+        """Whether the checkpoint has this kind of state of the parameter."""
+        return prefix_of(elements.kind) + elements.placement.key in self.reader.shapes
+
     def vocabulary_problem(self, vocab_size: int, *, finetune: bool = False) -> str | None:
         """Why a vocabulary of another size cannot take these weights; None if it can.
 

@@ -120,8 +120,27 @@ def test_resuming_is_not_noticed_by_other_rules(ranks: RankPool, tmp_path: Path,
     run(ranks, 2, config, 3, None, tmp_path)
     for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
         assert_goes_on(resumed, expected)
-    with pytest.raises(RankError, match="another optimizer's state"):
-        run(ranks, 2, config_of(PrecisionConfig()), 1, tmp_path, None)
+    if rule[0] != "muon":
+        with pytest.raises(RankError, match="another optimizer's state"):
+            run(ranks, 2, config_of(PrecisionConfig()), 1, tmp_path, None)
+
+
+@pytest.mark.parametrize(("first", "second"), [("adam", "muon"), ("muon", "adam")])
+def test_adamw_and_muon_take_over_from_each_other(ranks: RankPool, tmp_path: Path, first: str, second: str) -> None:
+    """Masters, and under Muon the moments of what both update with AdamW. The rest starts with zeros."""
+    before, after = (
+        replace(config_of(PrecisionConfig()), optimizer=tiny_optimizer(lr=1e-3, optimizer=name))
+        for name in (first, second)
+    )
+    saved = run(ranks, 2, before, 3, None, tmp_path)[0].end
+    taken = run(ranks, 2, after, 1, tmp_path, None)[0].start
+    assert all(torch.equal(taken[key], value) for key, value in saved.items() if key.startswith("master"))
+    is_matrix = {key: key.endswith("weight") and ".linear_" in key and taken[key].ndim > 1 for key in taken}
+    moments = [key for key in taken if not key.startswith("master")]
+    kept = [key for key in moments if second == "muon" and not is_matrix[key]]
+    assert len(kept) > 4 or second == "adam"
+    assert all(torch.equal(taken[key], saved[key]) for key in kept)
+    assert len(moments) > len(kept) + 3 and not any(taken[key].any() for key in moments if key not in kept)
 
 
 @pytest.mark.parametrize(
