@@ -173,7 +173,8 @@ def is_megatron_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint that Megatron-LM wrote."""
     if (folder / META).is_file() or (folder / MANIFEST).is_file():
         return False
-    return is_torch_files(folder) or all((folder / name).is_file() for name in (".metadata", "common.pt"))
+    has_common = any((folder / name).is_file() for name in ("common.pt", "metadata.json"))
+    return is_torch_files(folder) or (has_common and (folder / ".metadata").is_file())
 
 
 def megatron_iterations(root: Path) -> list[int]:

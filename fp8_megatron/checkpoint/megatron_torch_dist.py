@@ -31,6 +31,7 @@ from .megatron_layout import (
     part_of,
     places_in_buckets,
 )
+from .metadata_file import find_object
 from .pickles import mapping, read_megatron_file
 from .torch_dist import TorchDistReader, Wanted
 from .weights import TorchDistWeights
@@ -38,6 +39,7 @@ from .weights import TorchDistWeights
 _FLAT = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
+_COMMON_STATE = "common_state/shard_0_1"
 #: Megatron's arguments that divide layers over stages otherwise than evenly, with the types of their values.
 _DIVISION = {
     "pipeline_model_parallel_layout": str,
@@ -54,8 +56,7 @@ class TorchDist(MegatronCheckpoint):
     """Megatron's ``torch_dist``."""
 
     def __init__(self, folder: Path) -> None:
-        common = folder / "common.pt"
-        super().__init__(folder, mapping(read_megatron_file(common), "its content", common))
+        super().__init__(folder, _common_state(folder))
         self._reader = TorchDistReader(folder)
         self._prefixes = {kind: self._prefixes_of(kind) for kind in ("fp32_param", "param", *STATES)}
         self._is_flat = any(map(_FLAT.fullmatch, self._reader.shapes))
@@ -112,6 +113,18 @@ class TorchDist(MegatronCheckpoint):
         """What stands before a parameter's key in that of its state. Experts may have an optimizer of their own."""
         end = f"optimizer.state.{kind}."
         return list(dict.fromkeys(key[: key.index(end)] + end for key in self._reader.shapes if end in key))
+
+
+def _common_state(folder: Path) -> dict[Any, Any]:
+    """What ranks have in common: a file, or from megatron-core 0.19 on an object beside the tensors, in a list."""
+    path, part = folder / "common.pt", None
+    found = None if path.exists() else find_object(folder, _COMMON_STATE)
+    if found is not None:
+        path, part = folder / found.file, (found.start, found.length)
+    content = read_megatron_file(path, part)
+    if part is not None and isinstance(content, list) and len(content) == 1:
+        (content,) = content
+    return mapping(content, "its content", path)
 
 
 class _FlatBuffers:

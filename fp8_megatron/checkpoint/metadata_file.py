@@ -10,10 +10,10 @@ import copyreg
 import io
 import math
 import pickle
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from ..sharding.region import Shape
 from .files import CheckpointError
 from .pickles import DTYPES, PickledObject, read_pickled
+
+_T = TypeVar("_T")
 
 METADATA = ".metadata"
 #: The largest size, and the largest number of elements, that a tensor may state.
@@ -59,6 +61,14 @@ class Written:
     start: int
     length: int
     dtype: torch.dtype = torch.float32
+
+
+class FilePart(NamedTuple):
+    """Bytes [start, start + length) of a file of a checkpoint."""
+
+    file: str
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -118,12 +128,21 @@ def read_metadata(folder: Path, files: Collection[str] | None = None) -> dict[st
     Raises:
         CheckpointError: missing, damaged, or no description of tensors that this folder's files hold.
     """
+    return _checked(folder, files, lambda metadata: metadata.tensors())
+
+
+def find_object(folder: Path, key: str) -> FilePart | None:
+    """Where a checkpoint holds an object; None if it holds none of that key. Raises as `read_metadata`."""
+    return _checked(folder, None, lambda metadata: metadata.object(key))
+
+
+def _checked(folder: Path, files: Collection[str] | None, ask: Callable[[_CheckedMetadata], _T]) -> _T:
     path = folder / METADATA
     content = read_pickled(path, _ADMITTED)
     if not isinstance(content, _Metadata):
         raise CheckpointError(f"checkpoint file {path} is not loaded: it holds a {type(content).__name__}")
     try:
-        return _CheckedMetadata(folder, content, files).tensors()
+        return ask(_CheckedMetadata(folder, content, files))
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint file {path} is damaged: {error}; copy it again, or use another iteration"
@@ -151,6 +170,21 @@ class _CheckedMetadata:
                 found[key] = self._tensor(key, entry)
         return found
 
+    def object(self, key: str) -> FilePart | None:
+        is_there = isinstance(self._entries.get(key), _BytesEntry)
+        return self._part(key, self._places.get((key, None)), f"object {key}") if is_there else None
+
+    def _part(self, key: str, place: Any, what: str) -> FilePart:
+        """Where something of `key` is."""
+        if not isinstance(place, PickledObject):
+            raise ValueError(f"it names no file for the {what}")
+        file, start, length = (place.get(name) for name in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or file not in self._sizes:
+            raise ValueError(f"it places {key} in {file!r}, which is no file of it")
+        if not _is_count(start) or not _is_count(length) or start + length > self._sizes[file]:
+            raise ValueError(f"{key} takes bytes {start!r} to + {length!r} of {file}, which has {self._sizes[file]}")
+        return FilePart(file, start, length)
+
     def _tensor(self, key: str, entry: _Tensor) -> StoredTensor:
         shape = _shape(entry.get("size"), f"size of {key}")
         properties = entry.get("properties")
@@ -171,13 +205,7 @@ class _CheckedMetadata:
         ):
             raise ValueError(f"{key} of size {shape} has a chunk of sizes {sizes} at offsets {offset}")
         place = self._places.get((key, offset))
-        if not isinstance(place, PickledObject):
-            raise ValueError(f"it names no file for the chunk of {key} at offsets {offset}")
-        file, start, length = (place.get(name) for name in ("relative_path", "offset", "length"))
-        if not isinstance(file, str) or file not in self._sizes:
-            raise ValueError(f"it places {key} in {file!r}, which is no file of it")
-        if not _is_count(start) or not _is_count(length) or start + length > self._sizes[file]:
-            raise ValueError(f"{key} takes bytes {start!r} to + {length!r} of {file}, which has {self._sizes[file]}")
+        file, start, length = self._part(key, place, f"chunk of {key} at offsets {offset}")
         if math.prod(sizes) > length:  # no element takes less than a byte
             raise ValueError(f"{key} has a chunk of sizes {sizes} in {length} bytes")
         return Written(key, shape, offset, sizes, file, start, length, dtype)

@@ -76,20 +76,26 @@ _MOST_CONTAINERS = 2_000_000
 _torchs_list = threading.Lock()
 
 
-def read_megatron_file(path: Path) -> Any:
+def read_megatron_file(path: Path, part: tuple[int, int] | None = None) -> Any:
     """The content of a file that Megatron-LM wrote with `torch.save`; tensors are mapped from it.
 
     It holds tensors among Python objects: the run's arguments, enums, states of generators. Tensors, containers and
     arguments are read; every other object becomes an `Opaque`.
 
+    Args:
+        part: where in the file it starts, and its length; None: it is the file.
+
     Raises:
         CheckpointError: missing, damaged, or a TorchScript archive.
     """
     try:
-        names = reread(lambda: _names_in_file(path))
+        source: Path | io.BytesIO = path if part is None else io.BytesIO(reread(lambda: _bytes_of(path, *part)))
+        names = reread(lambda: _names_in_file(path)) if isinstance(source, Path) else _names_in(source)
         unknown = names - _OF_TENSORS - _OF_MEGATRON.keys()
         with _only([(kind, name) for name, kind in _OF_MEGATRON.items()] + [(Opaque, name) for name in unknown]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if not isinstance(source, Path):
+                source.seek(0)
+            content = torch.load(source, map_location="cpu", weights_only=True, mmap=part is None)
         _check_nesting(content)
         return content
     except FileNotFoundError:
@@ -134,6 +140,12 @@ def _check_nesting(content: Any) -> None:
             raise _BadFile(f"is damaged (it nests deeper than {_MOST_LEVELS} levels, or holds itself); copy it again")
         children = value.values() if isinstance(value, dict) else value
         left += [(child, depth + 1) for child in children if isinstance(child, dict | list | tuple)]
+
+
+def _bytes_of(path: Path, start: int, length: int) -> bytes:
+    with opened(path) as file:
+        file.seek(start)
+        return file.read(length)
 
 
 def _names_in_file(path: Path) -> set[str]:

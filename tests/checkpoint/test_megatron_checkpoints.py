@@ -5,6 +5,7 @@ next steps as Megatron would have taken them.
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from fp8_megatron.checkpoint.files import CheckpointError, candidates, megatron_iterations
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
@@ -156,6 +159,30 @@ def test_ranks_of_a_torch_checkpoint_are_merged(ranks: RankPool, run: Path, tmp_
     (folder / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
     with pytest.raises(RankError, match=r"mp_rank_01_001/model_optim_rng.pt is missing"):
         resumed(ranks, tmp_path, config)
+
+
+def test_what_ranks_have_in_common_may_be_an_object(ranks: RankPool, run: Path, tmp_path: Path) -> None:
+    """As megatron-core 0.19 writes it: no common.pt, but a list of one dictionary beside the tensors."""
+    shutil.copytree(run / "fully_reshardable", tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / f"iter_{BEFORE:07d}"
+    common = torch.load(folder / "common.pt", weights_only=False)
+    (folder / "common.pt").unlink()
+    start = (folder / "__0_0.distcp").stat().st_size
+    with (folder / "__0_0.distcp").open("ab") as file:
+        torch.save([common], file)
+    length = (folder / "__0_0.distcp").stat().st_size - start
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["common_state/shard_0_1"] = BytesStorageMetadata()
+    place = _StorageInfo("__0_0.distcp", start, length)
+    metadata.storage_data[MetadataIndex("common_state/shard_0_1")] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+    found = resumed(ranks, tmp_path, config_of(run.name), num_steps=1)
+    assert (found.progress.iteration, found.progress.consumed_samples) == (BEFORE, 12)
+    assert_same_state(found, expected_of(run))
+    place.length += 1
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+    with pytest.raises(RankError, match=r"common_state/shard_0_1 takes bytes \d+ to \+ \d+ of __0_0.distcp"):
+        resumed(ranks, tmp_path, config_of(run.name), num_steps=1)
 
 
 def _split_over_ranks(states: dict[str, Tensor], config: Config, root: Path) -> Path:
