@@ -165,6 +165,8 @@ def test_what_ranks_have_in_common_may_be_an_object(ranks: RankPool, run: Path, 
     """As megatron-core 0.19 writes it: no common.pt, but a list of one dictionary beside the tensors."""
     shutil.copytree(run / "fully_reshardable", tmp_path, dirs_exist_ok=True)
     folder = tmp_path / f"iter_{BEFORE:07d}"
+    if not (folder / "common.pt").exists():
+        pytest.skip("this megatron-core writes it itself: every other test here reads it")
     common = torch.load(folder / "common.pt", weights_only=False)
     (folder / "common.pt").unlink()
     start = (folder / "__0_0.distcp").stat().st_size
