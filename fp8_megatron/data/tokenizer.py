@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+
+if TYPE_CHECKING:  # a wrong path is told before anything heavy is imported
+    import numpy as np
 
 #: Three names of one kind: a SentencePiece model, whose end of sequence ends a document.
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -198,11 +199,15 @@ class NullTokenizer(Tokenizer):
 
 def sums_of_runs(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """The sums of runs of these sizes, int64, which may be 0."""
+    import numpy as np
+
     return np.diff(np.cumsum(np.concatenate(([0], values)))[np.cumsum([0, *sizes])])
 
 
 def _flat(encoded: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Lists or arrays of ids, in one array, and the length of each."""
+    import numpy as np
+
     lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
     if encoded and isinstance(encoded[0], np.ndarray):
         return np.concatenate(encoded), lengths

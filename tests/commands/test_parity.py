@@ -235,7 +235,7 @@ def test_a_failed_run_is_told_with_its_own_error(
         (["note: x", "error on rank 1: no such thing", "  at all", last], "error on rank 1: no such thing"),
         (["internal error: KeyError: 'a'", last], "internal error: KeyError: 'a'"),
         (["Segmentation fault"], "Segmentation fault"),
-        ([], "its log says nothing"),
+        ([], "it said nothing"),
     ):
         fake_runs(f"import sys; print({chr(10).join(said)!r}); sys.exit(2)")
         assert call(tmp_path) == 1
