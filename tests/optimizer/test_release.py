@@ -89,6 +89,11 @@ def test_a_released_step_is_the_step(ranks: RankPool, form: str) -> None:
     [
         {"optimizer": replace(UNCLIPPED, decoupled_weight_decay=False)},
         {"model": LLAMA_STYLE},
+        {"model": LLAMA_STYLE, "optimizer": replace(UNCLIPPED, optimizer="muon"), "precision": STRETCH},
+        {
+            "optimizer": replace(UNCLIPPED, optimizer="muon"),
+            "parallel": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+        },
         {
             "training": TrainingConfig(
                 seed=1, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
@@ -102,7 +107,16 @@ def test_a_released_step_is_the_step(ranks: RankPool, form: str) -> None:
             "precision": PrecisionConfig(first_last_layers_bf16=True, num_layers_at_start_in_bf16=2),
         },
     ],
-    ids=["adam", "llama", "recompute", "tensor-parallel", "pipeline", "stage-without-fp8"],
+    ids=[
+        "adam",
+        "llama",
+        "muon-split",
+        "muon-tensor-parallel",
+        "recompute",
+        "tensor-parallel",
+        "pipeline",
+        "stage-without-fp8",
+    ],
 )
 def test_a_released_step_is_the_step_in_any_layout(ranks: RankPool, settings: dict[str, Any]) -> None:
     config = config_of(**{"precision": PrecisionConfig(), **settings})
