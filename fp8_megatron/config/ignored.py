@@ -78,9 +78,9 @@ def without_unread(config: Config) -> tuple[Config, dict[str, str]]:
 
     A configuration with values out of range stays as it is, for the check that names them.
     """
-    unread, defaults = _lines(config, is_error=False), _defaults()
     if next(limit_problems(config), None) is not None:
-        return config, unread
+        return config, {}
+    unread, defaults = _lines(config, is_error=False), _defaults()
     sections = {
         section: replace(fields, **{name: defaults[name] for name in unread.keys() & vars(fields).keys()})
         for section, fields in vars(config).items()

@@ -43,7 +43,7 @@ YAML_VALUES = (
 )
 
 #: Settings that an error may name otherwise.
-OTHER_NAMES = {"kv_channels": "head width"}
+OTHER_NAMES = {"kv_channels": "head width", "vocab_file": "merge_file", "merge_file": "vocab_file"}
 #: What changes the meaning of YAML around it.
 SNIPPETS = (b"\t", b"{", b"[", b"&a ", b"*a", b"!!x ", b"\0", b"- ", b": ", b"'", b"\xff")
 
