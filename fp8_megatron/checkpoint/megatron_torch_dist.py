@@ -39,6 +39,7 @@ from .weights import TorchDistWeights
 _FLAT = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
+#: The object with what ranks have in common.
 _COMMON_STATE = "common_state/shard_0_1"
 #: Megatron's arguments that divide layers over stages otherwise than evenly, with the types of their values.
 _DIVISION = {

@@ -121,17 +121,18 @@ class SplitMatrixState(MatrixSpaceState, SplitSpaceState):
     #: The scales before and after the step that is being made, FP32 [num_matrices].
     _moving: tuple[Tensor, Tensor] | None = None
 
-    @cached_property
-    def _largest_factors(self) -> list[list[tuple[int, int]]]:
-        """By matrix of the space, the shapes of the matrices that it stores."""
-        return [
-            _shapes(slot, self.space.sharing.parts_with) for slot in self.space.slots for _ in range(slot.num_matrices)
-        ]
+    #: FP32 [num_matrices], what the rule's update of each does not exceed. The rule's options are those of a run.
+    _largest: Tensor | None = None
 
     def _next(self, group: Mapping[str, Any]) -> Tensor:
-        largest = [self.rule.largest_update(shapes, group) for shapes in self._largest_factors]
-        bounds = torch.tensor(largest, device="cpu").to(self.space.device, non_blocking=True)
-        return self.rule.next_scales(self.matrix_amax, bounds, group, self.scales)
+        if self._largest is None:
+            largest = [
+                self.rule.largest_update(_shapes(slot, self.space.sharing.parts_with), group)
+                for slot in self.space.slots
+                for _ in range(slot.num_matrices)
+            ]
+            self._largest = torch.tensor(largest, device=self.space.device)
+        return self.rule.next_scales(self.matrix_amax, self._largest, group, self.scales)
 
     def update(
         self,
@@ -141,15 +142,11 @@ class SplitMatrixState(MatrixSpaceState, SplitSpaceState):
         grad_factor: Tensor,
     ) -> None:
         assert len(parts) == 1, "a split master is updated whole"
-        shard, before = self._own_weights(), self.scales.contiguous()
+        before = self.scales.contiguous()
         after = torch.where(torch.isfinite(grad_factor), self._next(group), before)
         self._moving = before, after
-        for turn in self._turns:
-            self._step_of(turn, list(_runs(turn, buffer, parts)), shard, group, grad_factor)
+        super().update(buffer, parts, group, grad_factor)
         self.scales.copy_(after)
-        if self.gather is not None:
-            self.gather.start([shard])
-        self.matrix_amax.copy_(self._matrix_amax())
 
     def update_slot(
         self,
@@ -165,9 +162,6 @@ class SplitMatrixState(MatrixSpaceState, SplitSpaceState):
         super().update_slot(grad, group, grad_factor=grad_factor, step_count=step_count)
         own, new = self.scale_of(grad.slot), self._next_scales[grad.slot.matrices]
         own.copy_(torch.where(torch.isfinite(grad_factor), new, own))
-
-    def _weights_to_write(self) -> Tensor | None:
-        return self._own_weights()
 
     def _step(
         self,

@@ -116,6 +116,16 @@ class SplitSpaceState(SpaceState):
             self.chunk_amax[chunks] = ops.join_master(weight, correction, scales[chunks, None]).abs().amax(dim=1)
         self.matrix_amax.copy_(self._matrix_amax())
 
+    def _weights_to_write(self) -> Tensor:
+        return self._own_weights()
+
+    def _publish_weights(self, written: Tensor | None) -> None:
+        """Send the weights, which the step has written itself, and take the amaxes of their masters."""
+        if self.gather is not None:
+            assert written is not None
+            self.gather.start([written])
+        self.matrix_amax.copy_(self._matrix_amax())
+
     def update(
         self,
         buffer: GradBuffer,
@@ -125,7 +135,7 @@ class SplitSpaceState(SpaceState):
     ) -> None:
         ((start, stop, step_count),) = parts
         assert (start, stop) == (0, self.space.shard_numel), "a split master is updated whole"
-        shard = self._own_weights()
+        shard = self._weights_to_write()
         scales = self.scales.contiguous()  # a kernel indexes by matrix; each scale takes four floats
         self._split_step(
             Fragment(0, 0, stop),
@@ -137,9 +147,7 @@ class SplitSpaceState(SpaceState):
             step_count,
         )
         self.scales.copy_(scales)
-        if self.gather is not None:
-            self.gather.start([shard])
-        self.matrix_amax.copy_(self._matrix_amax())
+        self._publish_weights(shard)
 
     def update_slot(
         self,
@@ -205,7 +213,7 @@ class SplitSpaceState(SpaceState):
 
     def finish_update(self) -> None:
         self._next_scales = None
-        self.matrix_amax.copy_(self._matrix_amax())
+        self._publish_weights(self._weights_to_write())
 
     def byte_counts(self) -> dict[str, int]:
         counts = super().byte_counts()

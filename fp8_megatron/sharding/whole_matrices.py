@@ -43,7 +43,11 @@ class WholeMatrix:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a replica has of a matrix: elements of the matrix from `start`, at `place` of the replica's parts."""
+    """What a replica has of a matrix: elements of the matrix from `start`.
+
+    Attributes:
+        place: of this replica's pieces, where they are in its parts; of others' pieces, the number of the owned matrix.
+    """
 
     start: int
     place: int
@@ -90,11 +94,11 @@ class Turn:
         ]
 
     @cached_property
-    def _from_replicas(self) -> list[list[tuple[int, _Piece]]]:
-        """By replica, its pieces of the matrices that this one owns, each with the number of its matrix."""
+    def _from_replicas(self) -> list[list[_Piece]]:
+        """By replica, its pieces of the matrices that this one owns."""
         return [
             [
-                (index, _Piece(part.slot_start, 0, part.length))
+                _Piece(part.slot_start, index, part.length)
                 for index, matrix in enumerate(self.owned)
                 for part in self.space.parts_of(matrix.start, matrix.stop, replica)
             ]
@@ -117,14 +121,12 @@ class Turn:
             parts: of this replica, [numel].
         """
         sent = [piece.of_parts(parts) for pieces in self._to_owners for piece in pieces]
-        received = self._swap(
-            sent, parts, self._to_owners, [[piece for _, piece in one] for one in self._from_replicas]
-        )
+        received = self._swap(sent, parts, self._to_owners, self._from_replicas)
         wholes = [parts.new_zeros(matrix.stop - matrix.start) for matrix in self.owned]
         start = 0
         for pieces in self._from_replicas:
-            for index, piece in pieces:
-                piece.of_matrix(wholes[index]).copy_(received[start : start + piece.length])
+            for piece in pieces:
+                piece.of_matrix(wholes[piece.place]).copy_(received[start : start + piece.length])
                 start += piece.length
         return [matrix.of(flat) for matrix, flat in zip(self.owned, wholes, strict=True)]
 
@@ -139,8 +141,8 @@ class Turn:
             torch.nn.functional.pad(result.reshape(-1), (0, matrix.stop - matrix.start - result.numel()))
             for matrix, result in zip(self.owned, results, strict=True)
         ]
-        sent = [piece.of_matrix(padded[index]) for pieces in self._from_replicas for index, piece in pieces]
-        received = self._swap(sent, out, [[piece for _, piece in one] for one in self._from_replicas], self._to_owners)
+        sent = [piece.of_matrix(padded[piece.place]) for pieces in self._from_replicas for piece in pieces]
+        received = self._swap(sent, out, self._from_replicas, self._to_owners)
         start = 0
         for piece in (piece for pieces in self._to_owners for piece in pieces):
             piece.of_parts(out).copy_(received[start : start + piece.length])
