@@ -12,7 +12,7 @@ import torch
 
 import pretrain_gpt
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
-from tests.harness.runs import GPU_RUN, tiny_flags
+from tests.harness.runs import EXPERT_FLAGS, GPU_RUN, tiny_flags
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -36,6 +36,7 @@ LAYOUTS = {
     "cp2_gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     "cp2_a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
 }
+EXPERTS = {**EXPERT_FLAGS, "num_layers": 2}
 #: Relative difference of a step's loss from one GPU's. bf16: sums in another order, each rounded to 2⁻⁸ of its size
 #: and averaged over 512 tokens and 4 layers. O3: every rank's shard of a weight has a scale of its own, so its E4M3
 #: rounding (31.5 dB) is drawn anew; the difference of two such draws moved tiny models' losses by up to 0.2%.
@@ -235,3 +236,44 @@ def test_four_tensor_parallel_ranks_are_recorded_over_copy_engines(tmp_path: Pat
     over_nccl = losses(tmp_path / "nccl", 4, cuda_graph_impl="local", tp_transport="nccl", **settings)
     assert default == python
     assert default == pytest.approx(over_nccl, rel=2e-3)
+
+
+@pytest.fixture(scope="module")
+def experts_of_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of a model with experts on one GPU by precision."""
+    folder = tmp_path_factory.mktemp("experts")
+    return {precision: losses(folder / precision, 1, **EXPERTS, precision=precision) for precision in TOLERANCE}
+
+
+@pytest.mark.parametrize("precision", list(TOLERANCE))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dp_transport": "nccl"},
+        {"dp_transport": "copy_engine"},
+        {"moe_token_dispatcher_type": "alltoall"},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
+        {"context_parallel_size": 2},
+    ],
+    ids=["nccl", "copy_engine", "alltoall", "tp2_sp", "cp2"],
+)
+def test_experts_of_two_gpus_train_as_those_of_one(
+    tmp_path: Path, experts_of_one_gpu: dict[str, list[float]], precision: str, settings: dict
+) -> None:
+    """Each GPU has half of the experts."""
+    settings = {**EXPERTS, "precision": precision, "expert_model_parallel_size": 2, **settings}
+    measured = losses(tmp_path, 2, **settings)
+    assert measured == pytest.approx(experts_of_one_gpu[precision], rel=TOLERANCE[precision])
+
+
+def test_recorded_steps_of_experts_train_bit_for_bit(tmp_path: Path) -> None:
+    settings = {**EXPERTS, "precision": "fp8", "deterministic_mode": True, "expert_model_parallel_size": 2}
+    python, graph = (losses(tmp_path / way, 2, cuda_graph_impl=way, **settings) for way in ("none", "local"))
+    assert graph == python
+
+
+@pytest.mark.parametrize("precision", list(TOLERANCE))
+def test_muon_of_two_gpus_trains_as_that_of_one(tmp_path: Path, precision: str) -> None:
+    settings = {"optimizer": "muon", "precision": precision}
+    alone, shared = (losses(tmp_path / str(gpus), gpus, **settings) for gpus in (1, 2))
+    assert shared == pytest.approx(alone, rel=TOLERANCE[precision])
