@@ -20,12 +20,12 @@ from .data_parallel import ModelHook, Replication
 from .optimizer import SHARDED_SINCE, FP8Optimizer, is_fully_sharded, is_sharded
 from .replica_hooks import MeetsForState, RefusesDDP, allow_ddp
 from .te_modules import plain_value
-from .torch_optimizers import OptimizerError, check_optimizer, look_before_steps, take_place_of, use_params
+from .torch_optimizers import Given, OptimizerError, UserOptimizers, look_before_steps
 
 
 def build_optimizer(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Given,
     replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter],
     opt_level: str,
     *,
@@ -36,7 +36,7 @@ def build_optimizer(
     """The FP8 optimizer in place of the user's, with its param groups and hyperparameters.
 
     Args:
-        optimizer: one that `update_rules` knows, over parameters of the model, before its first step.
+        optimizer: one or several that `update_rules` knows, over parameters of the model, before their first step.
         replaced: weights that were replaced in the model → the new ones. The new ones start with the old ones' values.
         opt_level: O1, O2 or O3.
         value_of: the value of a weight that was replaced.
@@ -47,7 +47,7 @@ def build_optimizer(
     Raises:
         OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
     """
-    rule = check_optimizer(optimizer)
+    users = UserOptimizers.of(optimizer)
     names = {param: name for name, param in model.named_parameters()}
     if not names:
         raise OptimizerError("the model has no parameters")
@@ -56,8 +56,8 @@ def build_optimizer(
     if replication is not None:
         replication.broadcast([*model.parameters(), *model.buffers()])
     built = FP8Optimizer(
-        use_params(optimizer, replaced),
-        dict(optimizer.defaults),
+        users.use_params(replaced),
+        users.defaults,
         names=names,
         values=_initial_values(model, replaced, value_of),
         storage=ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32),
@@ -65,9 +65,9 @@ def build_optimizer(
         num_gradients=gradient_accumulation_steps or 1,
         ranks=replication,
         layouts=layouts(model),
-        rule=rule,
+        rules=users.rules,
     )
-    take_place_of(optimizer, built)
+    users.give_place_to(built)
     built.zero_grad()  # weights that were replaced have left theirs behind
     _watch_loads(model, built, names)
     _watch_shards(model, built, names)

@@ -43,7 +43,7 @@ from .model_ranks import ModelRanks
 from .optimizer import FP8Optimizer
 from .param_state import Entry, LocalParam
 from .sharded_param import ShardedParam
-from .torch_optimizers import OptimizerError, check_optimizer, take_place_of
+from .torch_optimizers import Given, OptimizerError, UserOptimizers
 
 
 class _DTensorGrad(ParamGrad):
@@ -250,7 +250,7 @@ class FullyShard(ModelRanks):
 
 def build_sharded_optimizer(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Given,
     opt_level: str,
 ) -> FP8Optimizer:
     """The FP8 optimizer of a model after ``fully_shard``, in place of the user's.
@@ -258,14 +258,17 @@ def build_sharded_optimizer(
     Called by every rank. The masters start with the values of the weights as they are stored.
 
     Args:
-        optimizer: one that `update_rules` knows, over the model's parameters, built after ``fully_shard``.
+        optimizer: one or several that `update_rules` knows, over the model's parameters, built after ``fully_shard``.
 
     Raises:
         OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
     """
-    rule = check_optimizer(optimizer)
-    if RULES[rule].rest is not None:
-        raise OptimizerError(f"{rule} needs whole matrices, and fully_shard cuts them: use AdamW, or replicas (DDP)")
+    users = UserOptimizers.of(optimizer)
+    for rule in users.rules:
+        if RULES[rule].rest is not None:
+            raise OptimizerError(
+                f"{rule} needs whole matrices, and fully_shard cuts them: use AdamW, or replicas (DDP)"
+            )
     if not any(isinstance(module, ScaledModule) for module in model.modules()):
         raise OptimizerError(
             "fully_shard has sharded the model, and no layer is in FP8: call fp8_megatron.replace_linears(model) "
@@ -276,6 +279,7 @@ def build_sharded_optimizer(
             check_reshard(module)
             module.reshard()
     names: Mapping[Any, str] = {param: name for name, param in model.named_parameters()}
+    users.check_shares(names)
     for param, name in names.items():
         part = stored_part(param)
         if part is not None and part.owner is not None:
@@ -283,17 +287,17 @@ def build_sharded_optimizer(
     _agree_on_scales(list(names))
     storage = ModelStorage(LEVELS[opt_level], accumulator=StorageDtype.FP32)
     built = FP8Optimizer(
-        optimizer.param_groups,
-        dict(optimizer.defaults),
+        users.param_groups,
+        users.defaults,
         names=names,
         values={},
         storage=storage,
         ranks=FullyShard(storage),
         histories=delayed_scales(model, next(iter(names)).device),
         layouts=layouts(model),
-        rule=rule,
+        rules=users.rules,
     )
-    take_place_of(optimizer, built)
+    users.give_place_to(built)
     # FSDP2 looks at its parameters' memory again after a load.
     torch.nn.Module.load_state_dict(model, {}, strict=False)
     reduce_in_fp8(model)

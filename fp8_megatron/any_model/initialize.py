@@ -22,7 +22,7 @@ from .build import build_optimizer
 from .linears import LinearFilter, is_fp8, replace_linears
 from .optimizer import FP8Optimizer, is_fully_sharded, is_sharded
 from .quantized_layers import find_quantized
-from .torch_optimizers import check_optimizer, check_params, look_before_steps
+from .torch_optimizers import Given, UserOptimizers, check_params, look_before_steps
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 def initialize(
     model: Model,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Given,
     opt_level: str = "O2",
     *,
     recipe: Recipe | RecipeName = "tensorwise",
@@ -55,7 +55,8 @@ def initialize(
         model: any module; its linear layers become `FP8Linear` in place (`replace_linears`), or are so already.
         optimizer: torch's AdamW or Adam, or another that `update_rules` knows, over the model's parameters, before its
             first step. Do not use it again; its param groups belong to the returned optimizer. Linear layers that are
-            trained and that it does not have stay as they are, for another optimizer.
+            trained and that it does not have stay as they are, for another optimizer. Or a list of optimizers that
+            share all trained parameters, such as [Muon(…), AdamW(…)]: the returned one steps for all of them.
         opt_level: storage of a trained linear layer. Bytes a parameter: O1 11 (weight FP16, gradient FP8, moments
             FP32), O2 6 (moments FP8 and FP16), O3 7 (weight FP8, master FP16, the rest as O2).
         recipe: how operands of the GEMMs are scaled: tensorwise (by each tensor's own values), delayed (by the last 16
@@ -72,9 +73,9 @@ def initialize(
     """
     _check_values(opt_level, filter, process_group, gradient_accumulation_steps)
     _check_model(model)
-    if isinstance(optimizer, FP8Optimizer):
+    if any(isinstance(one, FP8Optimizer) for one in (optimizer if isinstance(optimizer, Sequence) else (optimizer,))):
         raise UserError("the optimizer is an FP8Optimizer already: initialize is called once")
-    check_optimizer(optimizer)
+    users = UserOptimizers.of(optimizer)
     if is_fully_sharded(model):
         given = {
             "recipe": recipe != "tensorwise",
@@ -96,19 +97,21 @@ def initialize(
     quantized = find_quantized(model)
     left_out = quantized.left_out
     names = {parameter: name for name, parameter in model.named_parameters() if parameter not in left_out}
-    kept = [[one for one in group["params"] if one not in left_out] for group in optimizer.param_groups]
-    for group, params in zip(optimizer.param_groups, kept, strict=True):
+    kept = [[one for one in group["params"] if one not in left_out] for group in users.param_groups]
+    for group, params in zip(users.param_groups, kept, strict=True):
         check_params({**group, "params": params}, names, quantized.scales)
-    for group, params in zip(optimizer.param_groups, kept, strict=True):
+    users.check_shares(names)
+    for group, params in zip(users.param_groups, kept, strict=True):
         group["params"] = params
-    _check_memory(names, {parameter for group in optimizer.param_groups for parameter in group["params"]})
+    optimized = {parameter for params in kept for parameter in params}
+    _check_memory(names, optimized)
     replaced = replace_linears(
         model,
         recipe=recipe,
         weight=LEVELS[opt_level].weight,
         filter=filter,
         recompute_activations=recompute_activations,
-        optimized={parameter for group in optimizer.param_groups for parameter in group["params"]},
+        optimized=optimized,
         quantized=quantized,
     )
     built = build_optimizer(
@@ -174,7 +177,7 @@ def _check_model(model: object) -> None:
         if getattr(parameter, "main_grad", None) is not None:
             raise UserError(
                 f"{name} has an FP8 optimizer already: initialize is called once for a model; if it has several "
-                f"optimizers, give each its own part, initialize(model.part, optimizer)"
+                f"optimizers, give it a list of them, or each its own part, initialize(model.part, optimizer)"
             )
 
 
@@ -197,9 +200,7 @@ def _check_memory(names: Mapping[torch.nn.Parameter, str], optimized: Container[
             )
 
 
-def _initialize_sharded(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, opt_level: str, given: Sequence[str]
-) -> FP8Optimizer:
+def _initialize_sharded(model: torch.nn.Module, optimizer: Given, opt_level: str, given: Sequence[str]) -> FP8Optimizer:
     """The optimizer of a model that torch's ``fully_shard`` has sharded.
 
     Args:

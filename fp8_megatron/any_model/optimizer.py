@@ -61,7 +61,7 @@ class FP8Optimizer(SpaceOptimizer):
 
     Args:
         param_groups: torch's param groups, with the rule's options.
-        defaults: for options that a group does not have.
+        defaults: for options that a group does not have; {}: no groups are added later.
         names: the names of the model's parameters, for errors and for random numbers.
         values: what computes the initial value of a parameter that is not to start from the value that it has.
         storage: what is stored in which format.
@@ -69,7 +69,7 @@ class FP8Optimizer(SpaceOptimizer):
         num_gradients: gradients that each parameter is expected to receive per step.
         ranks: how the model lies on ranks; None: one rank has all of it.
         layouts: of weights that the user's model has in another shape.
-        rule: the name of the update rule (`update_rules`).
+        rules: the name of each group's update rule (`update_rules`).
     """
 
     #: GradScaler leaves unscaling and the check for inf to `step`.
@@ -87,7 +87,7 @@ class FP8Optimizer(SpaceOptimizer):
         num_gradients: int = 1,
         ranks: ModelRanks | None = None,
         layouts: Mapping[Tensor, Layout] | None = None,
-        rule: str = "adamw",
+        rules: Sequence[str],
     ) -> None:
         #: By parameter with state, what this rank has of it.
         self._params: dict[Tensor, LocalParam] = {}
@@ -97,12 +97,13 @@ class FP8Optimizer(SpaceOptimizer):
         self._values = values
         self._num_gradients = num_gradients
         self._spaces: list[ModelSpace] = []
-        #: The param groups as they were added, each with its parameters.
-        self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter]]] = []
+        self._rules = rules
+        #: The param groups as they were added, each with its parameters and the name of its rule.
+        self._added: list[tuple[dict[str, Any], list[torch.nn.Parameter], str]] = []
         self._frozen: list[LocalParam] = []
         device = next(iter(names)).device
         self._layouts = dict(layouts or {})
-        super().__init__(param_groups, defaults, rule=rule, storage=storage, histories=histories, device=device)
+        super().__init__(param_groups, defaults, storage=storage, histories=histories, device=device)
         self._values = {}  # the masters hold them
 
     @cached_property
@@ -124,8 +125,8 @@ class FP8Optimizer(SpaceOptimizer):
         Raises:
             OptimizerError: a parameter is not the model's, or has a dtype that the optimizer does not take.
         """
-        self._join(param_group)
-        rule = build_rule(self._rule, param_group)
+        name = self._join(param_group)
+        rule = build_rule(name, param_group)
         check_matrices(rule, param_group, self._names)
         params = [
             self._ranks.local_param(self._names[param], param, rule) for param in param_group["params"] if param.numel()
@@ -133,15 +134,15 @@ class FP8Optimizer(SpaceOptimizer):
         for one in params:
             one.layout = self._layouts.get(one.param)
         self._frozen += [one for one in params if not one.param.requires_grad]
-        self._add_spaces([one for one in params if one.param.requires_grad], param_group)
+        self._add_spaces([one for one in params if one.param.requires_grad], param_group, name)
 
-    def _add_spaces(self, params: Sequence[LocalParam], param_group: dict[str, Any]) -> None:
+    def _add_spaces(self, params: Sequence[LocalParam], param_group: dict[str, Any], rule: str) -> None:
         """Give parameters of a group gradients and state."""
         self._params |= {one.param: one for one in params}
         self._name_state(params)
         of_rows = {one.rows: one for one in params if one.rows.numel()}
         for space in self._ranks.spaces(list(of_rows.values())):
-            self._spaces.append(self._build(space, [of_rows[slot.param] for slot in space.slots], param_group))
+            self._spaces.append(self._build(space, [of_rows[slot.param] for slot in space.slots], param_group, rule))
 
     @torch.no_grad()
     def take_unfrozen(self) -> None:
@@ -155,16 +156,22 @@ class FP8Optimizer(SpaceOptimizer):
             return
         self._whole.drop_consolidated()
         self._frozen = [one for one in self._frozen if one not in unfrozen]
-        for group in self.param_groups:
-            own = set(group["params"])
-            self._add_spaces([one for one in unfrozen if one.param in own], group)
+        for group, params, rule in self._added:
+            own = set(params)
+            self._add_spaces([one for one in unfrozen if one.param in own], group, rule)
 
     def holds(self, param: torch.nn.Parameter) -> bool:
         """Whether `param` is in a param group."""
         return any(param is own for group in self.param_groups for own in group["params"])
 
-    def _join(self, param_group: dict[str, Any]) -> None:
-        """torch's `add_param_group`; the groups stay as they are if a parameter or an option cannot be used."""
+    def _join(self, param_group: dict[str, Any]) -> str:
+        """torch's `add_param_group`; the groups stay as they are if a parameter or an option cannot be used. Returns
+        the name of the group's rule."""
+        index = len(self._added)
+        if index >= len(self._rules) and not self.defaults:
+            raise OptimizerError(
+                "initialize had several optimizers, and no group says whose it is: add it before initialize"
+            )
         super().add_param_group(param_group)
         try:
             check_params(param_group, self._names)
@@ -172,14 +179,16 @@ class FP8Optimizer(SpaceOptimizer):
         except OptimizerError:
             self.param_groups.pop()
             raise
-        self._added.append((param_group, list(param_group["params"])))
+        rule = self._rules[min(index, len(self._rules) - 1)]
+        self._added.append((param_group, list(param_group["params"]), rule))
+        return rule
 
     @torch.no_grad()
-    def _build(self, space: ParamSpace, params: Sequence[LocalParam], group: dict[str, Any]) -> ModelSpace:
+    def _build(self, space: ParamSpace, params: Sequence[LocalParam], group: dict[str, Any], rule: str) -> ModelSpace:
         """State and gradients of a new space, with the values that its parameters have."""
         slots = list(zip(space.slots, params, strict=True))
         known = [None if slot.param in self._values else one.value for slot, one in slots]
-        state = self.build_state(space, group)
+        state = self.build_state(space, group, rule)
         for slot, value in zip(space.slots, known, strict=True):
             own = self._values[slot.param]() if value is None else value  # of one at a time, as it may be in FP32
             self._ranks.broadcast([own])
@@ -399,10 +408,10 @@ class FP8Optimizer(SpaceOptimizer):
     def _check_groups(self) -> None:
         same = len(self._added) == len(self.param_groups) and all(
             group is own and len(params) == len(own["params"]) and all(map(is_, params, own["params"]))
-            for (group, params), own in zip(self._added, self.param_groups, strict=True)
+            for (group, params, _), own in zip(self._added, self.param_groups, strict=True)
         )
         if not same:
-            own = {param for _, params in self._added for param in params}
+            own = {param for _, params, _ in self._added for param in params}
             if any(is_sharded(param) for group in self.param_groups for param in group["params"] if param not in own):
                 raise OptimizerError(SHARDED_SINCE)
             raise OptimizerError(

@@ -184,8 +184,10 @@ class OptimizerStateDict:
             ValueError: groups or shapes differ, or the state is another optimizer's. Nothing has changed.
         """
         saved_groups = state_dict["param_groups"]
-        for space in self._spaces[:1]:
-            _check_groups(space.state.rule, saved_groups)
+        for space in self._spaces:
+            for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=False)):
+                if group is space.group:
+                    _check_group(space.state.rule, index, saved)
         present = {number: _present(entry) for number, entry in state_dict["state"].items()}
         entries = self._matched(present, groups, saved_groups)
         for space in self._spaces:
@@ -232,19 +234,18 @@ class OptimizerStateDict:
             history.load_state_dict(saved)
 
 
-def _check_groups(rule: UpdateRule, saved_groups: ParamGroups) -> None:
-    """Check that saved groups are those of the rule: an optimizer without state could not be told by it.
+def _check_group(rule: UpdateRule, index: int, saved: Mapping[str, Any]) -> None:
+    """Check that a saved group is one of the rule: an optimizer without state could not be told by it.
 
     Raises:
-        ValueError: a group lacks an option.
+        ValueError: it lacks an option.
     """
-    for index, group in enumerate(saved_groups):
-        for option in rule.required_options:
-            if option not in group:
-                raise ValueError(
-                    f"the saved param_groups[{index}] has {', '.join(map(str, group))} and no {option}: it is another "
-                    f"optimizer's"
-                )
+    for option in rule.required_options:
+        if option not in saved:
+            raise ValueError(
+                f"the saved param_groups[{index}] has {', '.join(map(str, saved))} and no {option}: it is another "
+                f"optimizer's"
+            )
 
 
 def _present(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""What is read of the user's ``torch.optim`` optimizer."""
+"""What is read of the user's ``torch.optim`` optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +29,104 @@ class OptimizerError(UserError):
     """The optimizer, or a parameter that it holds, cannot be used with FP8."""
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """The name of the update rule of `optimizer`, which is unused and has no options that the FP8 optimizer has not.
+#: What a user gives for a model: one optimizer, or several that each have some of its parameters.
+Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-    Raises:
-        OptimizerError: there is none, or it has.
+
+@dataclass(frozen=True)
+class UserOptimizers:
+    """The user's optimizers of one model, for all of which one `FP8Optimizer` stands.
+
+    Attributes:
+        each: one, or several if the user gave a sequence.
+        rules: the name of the update rule of each param group.
     """
+
+    each: tuple[torch.optim.Optimizer, ...]
+    rules: tuple[str, ...]
+
+    @classmethod
+    def of(cls, given: Given) -> UserOptimizers:
+        """Optimizers that are unused, and have no options that the FP8 optimizer has not.
+
+        Raises:
+            OptimizerError: one has no update rule, or has something that the FP8 optimizer has not.
+        """
+        each = tuple(given) if isinstance(given, Sequence) else (given,)
+        if not each:
+            raise OptimizerError("optimizer is empty: give one, or a list such as [Muon(…), AdamW(…)]")
+        named = [(one, _rule_of(one)) for one in each]
+        for hooks in _HOOKS:
+            if sum(bool(getattr(one, hooks)) for one in each) > 1:
+                raise OptimizerError(
+                    f"several of the optimizers have hooks ({hooks}), and one takes their place: register them on the "
+                    f"optimizer that initialize returns"
+                )
+        return cls(each, tuple(rule for one, rule in named for _ in one.param_groups))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all of them, in order."""
+        return [group for one in self.each for group in one.param_groups]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """For options that a group does not have. Several optimizers have none: their groups are complete."""
+        return dict(self.each[0].defaults) if len(self.each) == 1 else {}
+
+    def check_shares(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        """Check that several optimizers have each trained parameter of the model once.
+
+        Raises:
+            OptimizerError: two have one, or none has.
+        """
+        owner: dict[torch.nn.Parameter, int] = {}
+        for index, one in enumerate(self.each):
+            for param in (param for group in one.param_groups for param in group["params"]):
+                if owner.setdefault(param, index) != index and param in names:
+                    raise OptimizerError(
+                        f"optimizer[{owner[param]}] and optimizer[{index}] both hold {names[param]}: give it to one"
+                    )
+        without = [name for param, name in names.items() if param.requires_grad and param not in owner]
+        if len(self.each) > 1 and without:
+            raise OptimizerError(
+                f"none of the optimizers holds {_first(without)}: give them to one, or call requires_grad_(False)"
+            )
+
+    def use_params(self, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> list[dict[str, Any]]:
+        """The param groups, with replaced parameters in place of the old ones.
+
+        The dicts are the same objects, so a learning-rate scheduler that holds an old optimizer sets the rates of the
+        new one too.
+
+        Raises:
+            OptimizerError: parameters that became one are in several groups.
+        """
+        groups_of: dict[torch.nn.Parameter, int] = {}
+        for index, group in enumerate(self.param_groups):
+            group["params"] = list(dict.fromkeys(replaced.get(param, param) for param in group["params"]))
+            for param in group["params"]:
+                if groups_of.setdefault(param, index) != index:
+                    raise OptimizerError(
+                        f"param_groups[{groups_of[param]}] and [{index}] hold parts of one weight of shape "
+                        f"{tuple(param.shape)}: put the parts of a Transformer Engine layer into one group"
+                    )
+        return self.param_groups
+
+    def give_place_to(self, built: torch.optim.Optimizer) -> None:
+        """Let `built` have their hooks, for it stands for them from now on.
+
+        Learning-rate schedulers that hold one of them are told that it has made a step: they do not see those of
+        `built`, and would warn of a wrong order.
+        """
+        for hooks in _HOOKS:  # the same dicts, from which handles remove their hook
+            setattr(built, hooks, max((getattr(one, hooks) for one in self.each), key=len))
+        for one in self.each:
+            one._opt_called = True  # type: ignore[attr-defined]
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of the update rule of an optimizer; see `UserOptimizers.of`."""
     kind = type(optimizer)
     rule = recognised(optimizer)
     if rule is None:
@@ -65,40 +158,6 @@ def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def use_params(
-    optimizer: torch.optim.Optimizer, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]
-) -> list[dict[str, Any]]:
-    """The optimizer's own param groups, with replaced parameters in place of the old ones.
-
-    The dicts are the same objects, so a learning-rate scheduler that holds the old optimizer sets the rates of the new
-    one too.
-
-    Raises:
-        OptimizerError: parameters that became one are in several groups.
-    """
-    groups_of: dict[torch.nn.Parameter, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        group["params"] = list(dict.fromkeys(replaced.get(param, param) for param in group["params"]))
-        for param in group["params"]:
-            if groups_of.setdefault(param, index) != index:
-                raise OptimizerError(
-                    f"param_groups[{groups_of[param]}] and [{index}] hold parts of one weight of shape "
-                    f"{tuple(param.shape)}: put the parts of a Transformer Engine layer into one group"
-                )
-    return optimizer.param_groups
-
-
-def take_place_of(optimizer: torch.optim.Optimizer, built: torch.optim.Optimizer) -> None:
-    """Let `built` have the hooks of the user's optimizer, for which it stands from now on.
-
-    Learning-rate schedulers that hold the user's optimizer are told that it has made a step: they do not see those of
-    `built`, and would warn of a wrong order.
-    """
-    for hooks in _HOOKS:
-        setattr(built, hooks, getattr(optimizer, hooks))  # the same dicts, from which handles remove their hook
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
 def look_before_steps(optimizer: torch.optim.Optimizer, look: Callable[[torch.optim.Optimizer], bool]) -> None:
     """Call ``look(optimizer)`` in front of each step, until it returns True.
 
@@ -126,6 +185,11 @@ def check_matrices(rule: UpdateRule, group: Mapping[str, Any], names: Mapping[to
             raise OptimizerError(
                 f"{names[param]} has shape {tuple(param.shape)}, and Muon takes matrices: give it to an AdamW"
             )
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first three names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_params(

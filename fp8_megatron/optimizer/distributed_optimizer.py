@@ -74,10 +74,10 @@ class FP8DistributedOptimizer(SpaceOptimizer):
         self._released_moved = torch.zeros(1, dtype=torch.bool, device=device)
         owned = [(chunk, buffer) for chunk in model for buffer in chunk.grad_buffers]
         groups = [_param_group(buffer.space, settings) for _, buffer in owned]
-        super().__init__(groups, {}, rule=settings.rule, storage=storage, histories=histories, device=device)
+        super().__init__(groups, {}, storage=storage, histories=histories, device=device)
         self._spaces: list[OptimizedSpace] = []
         for (chunk, buffer), group in zip(owned, groups, strict=True):
-            state = self.build_state(buffer.space, group)
+            state = self.build_state(buffer.space, group, settings.rule)
             self._spaces.append(OptimizedSpace(buffer, state, group))
             if state.gather is not None:
                 chunk.receive_weights_through(state.gather)

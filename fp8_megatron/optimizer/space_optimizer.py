@@ -63,7 +63,6 @@ class SpaceOptimizer(torch.optim.Optimizer):
     """State of some spaces, and the step over all of them.
 
     Args:
-        rule: the name of the update rule (`update_rules`).
         storage: what is stored in which format.
         histories: delayed scales of the model's casts. A step in which a cast saw a value that is not finite is
             skipped.
@@ -75,13 +74,11 @@ class SpaceOptimizer(torch.optim.Optimizer):
         param_groups: Sequence[dict[str, Any]],
         defaults: dict[str, Any],
         *,
-        rule: str,
         storage: ModelStorage,
         histories: Sequence[AmaxHistory],
         device: torch.device,
     ) -> None:
         self.device = device
-        self._rule = rule
         self._storage = storage
         self._histories = [history for history in histories if history.num_slots]
         self._numbers = StepNumbers(device)
@@ -101,22 +98,23 @@ class SpaceOptimizer(torch.optim.Optimizer):
         """Every parameter of this model-parallel rank with the state that holds this replica's share of it."""
         return ((space.state, slot) for space in self.spaces for slot in space.space.slots)
 
-    def build_state(self, space: ParamSpace, options: Mapping[str, Any]) -> SpaceState:
+    def build_state(self, space: ParamSpace, options: Mapping[str, Any], rule: str) -> SpaceState:
         """State of a new space, whose parameters count their updates from now on.
 
         Args:
             options: of its param group.
+            rule: the name of the group's update rule (`update_rules`).
         """
         formats = self._storage.of_state(space.storage, space.dtype)
         is_split = formats.master_weight is StorageDtype.SPLIT
-        name = rule_of_space(self._rule, has_matrices=space.has_matrices)
-        rule: UpdateRule = build_rule(name, options, is_split=is_split)
+        name = rule_of_space(rule, has_matrices=space.has_matrices)
+        built: UpdateRule = build_rule(name, options, is_split=is_split)
         self._numbers.add_space(space)
-        if isinstance(rule, MatrixRule):
+        if isinstance(built, MatrixRule):
             kind: type[SpaceState] = SplitMatrixState if is_split else MatrixSpaceState
         else:
             kind = SplitSpaceState if is_split else SpaceState
-        return kind(space, formats, rule, is_trained=self._storage.is_trained)
+        return kind(space, formats, built, is_trained=self._storage.is_trained)
 
     def square_sum(self, start: Tensor) -> SquareSum:
         """Σ x² of all gradients, FP32 [1] on the device; each parameter counts once. Called after they were averaged.

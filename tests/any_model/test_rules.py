@@ -117,6 +117,82 @@ def test_muon_trains_fp8_layers_beside_an_adamw_of_the_rest() -> None:
     assert optimizer.storage_bytes["momentum_buffer"] == 2 * 64 * 64  # a byte an element
 
 
+def with_adamw(params: Params) -> list[torch.optim.Optimizer]:
+    params = list(params)
+    return [muon(params), torch.optim.AdamW([param for param in params if param.ndim < 2], lr=1e-2, betas=(0.8, 0.9))]
+
+
+def test_two_optimizers_move_as_torchs() -> None:
+    """Given the same gradients. Schedulers that hold the given optimizers set the rates of the one that is returned."""
+    theirs, ours = small(in_fp8=False), small(in_fp8=False)
+    optimizers, start = with_adamw(theirs.parameters()), [param.detach().clone() for param in theirs.parameters()]
+    given = with_adamw(ours.parameters())
+    ours, fp8 = fp8_megatron.initialize(ours, given, "O1")
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (*optimizers, *given)]
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(4):
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            other.grad = torch.randn(mine.shape, generator=generator)
+            mine.grad = other.grad.clone()
+        for one in (*optimizers, fp8, *schedules):
+            one.step()
+    for mine, other, before in zip(ours.parameters(), theirs.parameters(), start, strict=True):
+        if mine.ndim == 2:
+            assert snr_db(mine.detach() - before, other.detach() - before) > 18.0
+        else:
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_two_optimizers_have_one_state_and_skip_together() -> None:
+    def build() -> tuple[torch.nn.Module, FP8Optimizer]:
+        model = small(in_fp8=True)
+        return fp8_megatron.initialize(model, with_adamw(model.parameters()), "O3", recipe="delayed")
+
+    model, optimizer = build()
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    assert [set(state["state"][number]) & {"exp_avg", "momentum_buffer_payload"} for number in (0, 2)] == [
+        {"momentum_buffer_payload"},
+        {"exp_avg"},
+    ]
+    other, resumed = build()
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(state)
+    train(model, optimizer, range(3, 6))
+    train(other, resumed, range(3, 6))
+    before = masters(model)
+    assert_equal(before, masters(other))
+    model(torch.full((2, 64), torch.inf)).sum().backward()
+    optimizer.step()
+    assert_equal(masters(model), before)
+    assert optimizer.num_skipped_steps == 1
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has .* and no betas: it is another optimizer's"):
+        resumed.load_state_dict({**state, "param_groups": [state["param_groups"][0]] * 2})
+
+
+def test_shares_of_two_optimizers_are_checked() -> None:
+    def initialize(*optimizers: torch.optim.Optimizer) -> FP8Optimizer:
+        return fp8_megatron.initialize(model, optimizers)[1]
+
+    model = small(in_fp8=True)
+    matrices, rest = with_adamw(model.parameters())
+    with pytest.raises(OptimizerError, match=r"optimizer\[0\] and optimizer\[1\] both hold 0.weight: give it to one"):
+        initialize(matrices, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(OptimizerError, match=r"none of the optimizers holds 2.weight: give them to one"):
+        initialize(torch.optim.Muon([model[0].weight]), rest)
+    with pytest.raises(OptimizerError, match="optimizer is empty"):
+        initialize()
+    handles = [one.register_step_pre_hook(lambda *_: None) for one in (matrices, rest)]
+    with pytest.raises(OptimizerError, match="several of the optimizers have hooks"):
+        initialize(matrices, rest)
+    handles[0].remove()
+    optimizer = initialize(matrices, rest)
+    with pytest.raises(OptimizerError, match="no group says whose it is"):
+        optimizer.add_param_group({"params": [model[0].weight]})
+    with pytest.raises(UserError, match="is an FP8Optimizer already"):
+        fp8_megatron.initialize(small(in_fp8=True), [optimizer, rest])
+
+
 def test_what_is_no_matrix_is_refused() -> None:
     model = small(in_fp8=True)
     _, optimizer = fp8_megatron.initialize(model, muon(model.parameters()), "O3")
