@@ -226,7 +226,7 @@ def test_accumulate_rows_beyond_two_billion_elements() -> None:
     payload = (
         payload.to(DEVICE).view(torch.uint8).repeat(-(-num_rows * n // payload.numel()))[: num_rows * n].view(E4M3)
     )
-    scales = torch.ldexp(torch.ones(1), torch.randint(-20, 21, (num_rows * n // GRAD_BLOCK,))).to(DEVICE)
+    scales = torch.exp2(torch.randint(-20, 21, (num_rows * n // GRAD_BLOCK,)).float()).to(DEVICE)
     accumulator = torch.ones(n, device=DEVICE)
     ops.accumulate_rows_(payload, scales, accumulator, factor=1.0 / num_rows, add=True)
     for part in (slice(0, 2**16), slice(n - 2**16, n)):

@@ -36,7 +36,7 @@ LAYOUTS = {
     "cp2_gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     "cp2_a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
 }
-EXPERTS = {**EXPERT_FLAGS, "num_layers": 2}
+EXPERTS = {**EXPERT_FLAGS, "fp8_recipe": None, "num_layers": 2}
 #: Relative difference of a step's loss from one GPU's. bf16: sums in another order, each rounded to 2⁻⁸ of its size
 #: and averaged over 512 tokens and 4 layers. O3: every rank's shard of a weight has a scale of its own, so its E4M3
 #: rounding (31.5 dB) is drawn anew; the difference of two such draws moved tiny models' losses by up to 0.2%.
