@@ -3,8 +3,9 @@
 `replace_linears` puts a model's linear weights in FP8, ``fully_shard`` cuts and gathers them (`quantization.
 weight_shards`), and `fp8_megatron.initialize` gives the shards FP8 state:
 
-- Every rank runs the optimizer for its own rows. The rows of a weight lie on all ranks and have one scale: one
-  all-reduce of amaxes a step and param group. Delayed scales are those of all ranks, too: a checkpoint has one of each.
+- Every rank runs the optimizer for its own rows. A rule of whole matrices swaps rows in BF16
+  (`sharding.whole_matrices`). The rows of a weight lie on all ranks and have one scale: one all-reduce of amaxes a step
+  and param group. Delayed scales are those of all ranks, too: a checkpoint has one of each.
 - Gradients of FP8 weights cross ranks in FP8 (`fsdp_reduce`).
 - Gradients at rest are torch's: ``p.grad`` is a ``DTensor`` of this rank's rows, so torch's clipping and accumulation
   work as they are. `DTensorGradBuffer` reads them where they lie.
@@ -27,7 +28,7 @@ from ..device.group import Group
 from ..dtypes import LEVELS, STATE_BLOCK, StorageDtype
 from ..kernels import ops
 from ..nn.scaled_module import ScaledModule
-from ..optimizer.rules.rule import UpdateRule
+from ..optimizer.rules.rule import MatrixRule, UpdateRule
 from ..quantization.amax_history import AmaxHistory, SquareSum
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.weight_shards import agree_on_scale_, stored_part
@@ -35,7 +36,6 @@ from ..sharding.gradient import Gradient
 from ..sharding.partition import ParamSpace, Slot, storage_class
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.storage import ModelStorage
-from ..update_rules import RULES
 from .build import delayed_scales, layouts
 from .fsdp_reduce import check_reshard, reduce_in_fp8
 from .gradients import ParamGrad, ReadableGradBuffer
@@ -170,6 +170,11 @@ class FullyShard(ModelRanks):
             self._params.append(one)
             self._mesh_groups += [group for group in one.mesh_groups if group not in self._mesh_groups]
             self._check_storage(one)
+            if isinstance(rule, MatrixRule) and 0 in one.region.part_sizes:
+                raise OptimizerError(
+                    f"{name} {tuple(param.shape)} has fewer rows than there are ranks ({one.group.size()}), and Muon "
+                    f"takes a part of a matrix from each: give it to an AdamW"
+                )
         return one
 
     def sharing_of(self, one: LocalParam) -> Sharing:
@@ -264,11 +269,6 @@ def build_sharded_optimizer(
         OptimizerError: the optimizer or a parameter cannot be used, with the reason and the fix.
     """
     users = UserOptimizers.of(optimizer)
-    for rule in users.rules:
-        if RULES[rule].rest is not None:
-            raise OptimizerError(
-                f"{rule} needs whole matrices, and fully_shard cuts them: use AdamW, or replicas (DDP)"
-            )
     if not any(isinstance(module, ScaledModule) for module in model.modules()):
         raise OptimizerError(
             "fully_shard has sharded the model, and no layer is in FP8: call fp8_megatron.replace_linears(model) "

@@ -6,6 +6,7 @@ shard, the matrices that it owns, and the update of its shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from ..kernels import ops
 from ..sharding.gradient import GradBuffer
 from ..sharding.partition import Fragment, Slot
 from ..sharding.released_grads import ReleasedGrad
-from ..sharding.whole_matrices import Turn, WholeMatrix, turns
+from ..sharding.whole_matrices import Turn, WholeMatrix, matrices_of, turns
 from .rules.rule import MatrixRule
 from .split_state import SplitSpaceState
 from .state import SpaceState
@@ -62,12 +63,8 @@ class MatrixSpaceState(SpaceState):
     ) -> None:
         slot = grad.slot
         runs = [(Fragment(slot.offset, 0, slot.padded), 0, ops.FlatState(grad.payload, grad.scales), step_count)]
-        self._step_of(self._turn_of(slot), runs, self._weights_to_write(), group, grad_factor)
-
-    def _turn_of(self, slot: Slot) -> Turn:
-        size = slot.padded_matrix
-        starts = range(slot.offset, slot.offset + slot.padded, size)
-        return Turn(self.space, tuple(WholeMatrix(slot, start, start + size, 0) for start in starts))
+        turn = Turn(self.space, tuple(matrices_of(self.space, slot)))
+        self._step_of(turn, runs, self._weights_to_write(), group, grad_factor)
 
     def _step_of(
         self,
@@ -86,33 +83,32 @@ class MatrixSpaceState(SpaceState):
                 grad_factor=grad_factor,
                 step=step,
             )
-        turn.scatter(self._orthogonal(turn.owned, turn.gather(parts), group), parts)
+        directions = turn.gather(parts)
+        self._orthogonal_(turn.owned, directions, group)
+        turn.scatter(directions, parts)
         for place, start, _, step in runs:
             made = ops.FlatState(parts[start : start + place.length])
             self._step(place, made, written, group, grad_factor, step)
 
-    def _orthogonal(
+    def _orthogonal_(
         self, owned: Sequence[WholeMatrix], directions: Sequence[Tensor], group: Mapping[str, Any]
-    ) -> list[Tensor]:
-        """What the rule makes of whole matrices. Those of one shape are made together."""
-        split = [
-            [part] if matrix.slot.row_split is None else matrix.slot.row_split.split(part)
-            for matrix, part in zip(owned, directions, strict=True)
-        ]
-        alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for index, parts in enumerate(split):
-            for number, part in enumerate(parts):
-                alike.setdefault((_axis(owned[index].slot) or 0, *part.shape[1:]), []).append((index, number))
-        for (axis, *_), places in alike.items():
-            for batch in _batches([split[index][number] for index, number in places]):
-                ranks = self.space.sharing.parts_with if axis else None
-                made = self.rule.orthogonal(torch.cat(batch), group, ranks, axis or None)
+    ) -> None:
+        """Make of whole matrices what the rule does, in place. Those of one shape are made together."""
+        alike: dict[tuple[int, ...], list[Tensor]] = {}
+        for matrix, stored in zip(owned, directions, strict=True):
+            split = matrix.slot.row_split
+            for part in (stored,) if split is None else split.split(stored):
+                rows = math.prod(part.shape[1:-1])
+                alike.setdefault((_axis(matrix.slot) or 0, rows, part.shape[-1]), []).append(part)
+        for (axis, rows, columns), parts in alike.items():
+            ranks = self.space.sharing.parts_with if axis else None
+            for batch in _batches(parts):
+                stacked = [part.reshape(-1, rows, columns) for part in batch]
+                made = self.rule.orthogonal(
+                    stacked[0] if len(stacked) == 1 else torch.cat(stacked), group, ranks, axis or None
+                )
                 for part, result in zip(batch, made.split([len(part) for part in batch]), strict=True):
-                    part.copy_(result)
-        return [
-            parts[0] if matrix.slot.row_split is None else matrix.slot.row_split.join(parts)
-            for matrix, parts in zip(owned, split, strict=True)
-        ]
+                    part.copy_(result.view_as(part))
 
 
 class SplitMatrixState(MatrixSpaceState, SplitSpaceState):
@@ -221,8 +217,7 @@ def _axis(slot: Slot) -> int | None:
     return None if axis is None else axis + 3 - slot.param.ndim
 
 
-def _cost(slot: Slot) -> float:
-    """Multiplications of one step of Newton-Schulz, in proportion."""
-    rows, columns = slot.param.shape[-2:]
-    least = min(rows, columns)
-    return float(least * least * (2 * max(rows, columns) + least)) * slot.numel / (rows * columns * slot.num_matrices)
+def _cost(shape: tuple[int, int, int]) -> float:
+    """Multiplications of one step of Newton-Schulz of matrices [b, rows, columns], in proportion."""
+    count, *sides = shape
+    return float(count * min(sides) ** 2 * (2 * max(sides) + min(sides)))

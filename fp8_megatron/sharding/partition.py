@@ -68,17 +68,10 @@ class RowSplit:
     groups: int
     sizes: tuple[int, ...]
 
-    def split(self, stored: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices [b, groups · size, columns] of stored ones [b, rows, columns]."""
+    def split(self, stored: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The matrices [b, groups, size, columns] of stored ones [b, rows, columns] (views)."""
         batch, _, columns = stored.shape
-        parts = stored.reshape(batch, self.groups, sum(self.sizes), columns).split(self.sizes, dim=2)
-        return [part.reshape(batch, -1, columns) for part in parts]
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The stored matrices [b, rows, columns]."""
-        batch, _, columns = parts[0].shape
-        grouped = [part.view(batch, self.groups, -1, columns) for part in parts]
-        return torch.cat(grouped, dim=2).view(batch, -1, columns)
+        return stored.view(batch, self.groups, sum(self.sizes), columns).split(self.sizes, dim=2)
 
 
 @dataclass(frozen=True)

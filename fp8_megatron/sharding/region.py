@@ -98,6 +98,19 @@ class Region:
         axis = None if self.axis is None else self.axis - 1
         return Region(self.shape[1:], axis, self.pieces, self.rank, self.size, self.axis_size)
 
+    @property
+    def axis_numel(self) -> int:
+        """Elements of the shared axis of the whole parameter."""
+        assert self.axis is not None
+        return self.whole_shape[self.axis]
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Elements of the shared axis that each rank has, of one piece."""
+        assert self.pieces == 1
+        share, size = self._share(), self.axis_numel
+        return [max(0, min(share, size - rank * share)) for rank in range(self.size)]
+
     def _share(self) -> int:
         """The largest part that a rank has of each piece of the axis."""
         assert self.axis is not None

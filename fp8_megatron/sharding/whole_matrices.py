@@ -1,14 +1,16 @@
-"""Whole matrices of a flat space, for update rules that need them: replicas swap the parts that they own.
+"""Whole matrices of a flat space, for update rules that need them: ranks swap the parts that they hold.
 
-A space is cut evenly over its replicas, across matrices. In a turn each replica sends what it has of a matrix to the
-matrix's owner, and gets its part of the owner's result back (Dion, arXiv 2504.05295, does so with momentum). Owners are
-chosen by cost. One replica sends nothing.
+A space is cut evenly over its replicas, across matrices; under torch's ``fully_shard`` each rank has a space of its own
+rows. In a turn each rank sends what it has of a matrix to the matrix's owner, and gets its part of the owner's result
+back (Dion, arXiv 2504.05295, does so with momentum). Owners are chosen by cost. One rank sends nothing: its matrices
+are views of its parts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -16,9 +18,13 @@ import torch
 from torch import Tensor
 
 from .partition import Fragment, ParamSpace, Slot
+from .region import Region
+from .replicas import Replicas
 
-#: Elements of a turn for each replica. A turn has room for two of the largest matrices for each at least.
+#: Elements of a turn for each rank. A turn has room for two of the largest matrices for each at least.
 _TURN_NUMEL = 1 << 26
+#: [b, rows, columns] of a whole matrix; b is 1 but for the experts of a plain parameter.
+Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -27,26 +33,81 @@ class WholeMatrix:
 
     Attributes:
         slot: its parameter, which has others too if it is [E, N, K] in FP8.
-        owner: the replica that gets it whole.
+        owner: the rank that gets it whole.
     """
 
     slot: Slot
     start: int
     stop: int
-    owner: int
+    owner: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole matrix, with its padding."""
+        return self.stop - self.start
+
+    @property
+    def shape(self) -> Shape:
+        rows, columns = self.slot.param.shape[-2:]
+        return self.slot.numel // self.slot.num_matrices // (rows * columns), rows, columns
+
+    def parts_of(self, space: ParamSpace, rank: int) -> list[Fragment]:
+        """What a rank has of it; where that lies in the rank's shard, and in the whole matrix."""
+        return space.parts_of(self.start, self.stop, rank)
 
     def of(self, flat: Tensor) -> Tensor:
-        """[b, rows, columns] of its elements (a view); b is 1 but for the experts of a plain parameter."""
-        rows, columns = self.slot.param.shape[-2:]
-        return flat[: self.slot.numel // self.slot.num_matrices].view(-1, rows, columns)
+        """The matrix of its elements [numel] (a view)."""
+        return flat[: math.prod(self.shape)].view(self.shape)
+
+    def flattened(self, matrix: Tensor) -> Tensor:
+        """The elements [numel] of the matrix."""
+        return torch.nn.functional.pad(matrix.reshape(-1), (0, self.numel - matrix.numel()))
+
+
+@dataclass(frozen=True)
+class CutMatrix(WholeMatrix):
+    """A matrix that ``fully_shard`` has cut along an axis. Its elements are those of one rank after another's; those
+    from `start` to `stop` are this rank's, in a space of its own."""
+
+    @property
+    def _region(self) -> Region:
+        assert self.slot.region is not None
+        return self.slot.region
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> Shape:
+        rows, columns = self._region.whole_shape
+        return 1, rows, columns
+
+    def parts_of(self, space: ParamSpace, rank: int) -> list[Fragment]:
+        inner = self.numel // self._region.axis_numel
+        sizes = self._region.part_sizes
+        return [Fragment(self.start, sum(sizes[:rank]) * inner, sizes[rank] * inner)]
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The matrix of its elements [numel]; a view if ranks have rows, or there is one."""
+        if self._region.axis == 0 or self._region.size == 1:
+            return flat.view(self.shape)
+        _, rows, _ = self.shape
+        parts = flat.split([rows * size for size in self._region.part_sizes])
+        return torch.cat([part.view(1, rows, -1) for part in parts], dim=2)
+
+    def flattened(self, matrix: Tensor) -> Tensor:
+        if self._region.axis == 0:
+            return matrix.reshape(-1)
+        return torch.cat([part.reshape(-1) for part in matrix.split(self._region.part_sizes, dim=2)])
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a replica has of a matrix: elements of the matrix from `start`.
+    """What a rank has of a matrix: elements of the matrix from `start`.
 
     Attributes:
-        place: of this replica's pieces, where they are in its parts; of others' pieces, the number of the owned matrix.
+        place: of this rank's pieces, where they are in its parts; of others' pieces, the number of the owned matrix.
     """
 
     start: int
@@ -67,9 +128,14 @@ class Turn:
     space: ParamSpace
     matrices: tuple[WholeMatrix, ...]
 
+    @property
+    def ranks(self) -> Replicas:
+        """The ranks that have parts of the matrices."""
+        return _ranks(self.space)
+
     @cached_property
     def parts(self) -> list[Fragment]:
-        """This replica's parts, in the order of its shard: where they start there, and how far into all of them."""
+        """This rank's parts, in the order of its shard: where they start there, and how far into all of them."""
         first, last = self.matrices[0].start, self.matrices[-1].stop
         found = self.space.parts_of(first, last, self.space.shard_index)
         places = accumulate((part.length for part in found), initial=0)
@@ -77,72 +143,74 @@ class Turn:
 
     @property
     def numel(self) -> int:
-        """Elements of this replica's parts."""
+        """Elements of this rank's parts."""
         return sum(part.length for part in self.parts)
 
     @cached_property
     def owned(self) -> list[WholeMatrix]:
-        """The matrices that this replica gets whole."""
-        return [matrix for matrix in self.matrices if matrix.owner == self.space.shard_index]
+        """The matrices that this rank gets whole."""
+        return [matrix for matrix in self.matrices if matrix.owner == self.ranks.rank]
 
     @cached_property
     def _to_owners(self) -> list[list[_Piece]]:
-        """By owner, this replica's pieces of its matrices."""
+        """By owner, this rank's pieces of its matrices."""
         return [
             [piece for matrix in self.matrices if matrix.owner == owner for piece in self._pieces(matrix)]
-            for owner in range(self.space.num_shards)
+            for owner in range(self.ranks.size)
         ]
 
     @cached_property
-    def _from_replicas(self) -> list[list[_Piece]]:
-        """By replica, its pieces of the matrices that this one owns."""
+    def _from_holders(self) -> list[list[_Piece]]:
+        """By rank, its pieces of the matrices that this one owns."""
         return [
             [
                 _Piece(part.slot_start, index, part.length)
                 for index, matrix in enumerate(self.owned)
-                for part in self.space.parts_of(matrix.start, matrix.stop, replica)
+                for part in matrix.parts_of(self.space, rank)
             ]
-            for replica in range(self.space.num_shards)
+            for rank in range(self.ranks.size)
         ]
 
     def _pieces(self, matrix: WholeMatrix) -> list[_Piece]:
-        """What this replica has of a matrix. A shard keeps the order of the space inside of each bucket."""
+        """What this rank has of a matrix. A shard keeps the order of the space inside of each bucket."""
         pieces = []
-        for part in self.space.parts_of(matrix.start, matrix.stop, self.space.shard_index):
+        for part in matrix.parts_of(self.space, self.ranks.rank):
             home = next(own for own in self.parts if 0 <= part.shard_start - own.shard_start < own.length)
             place = home.slot_start + part.shard_start - home.shard_start
             pieces.append(_Piece(part.slot_start, place, part.length))
         return pieces
 
     def gather(self, parts: Tensor) -> list[Tensor]:
-        """Each owned matrix, as `WholeMatrix.of` gives it, from what all replicas have of it; called by all of them.
+        """Each owned matrix [b, rows, columns] from what all ranks have of it; called by all of them.
 
         Args:
-            parts: of this replica, [numel].
+            parts: of this rank, [numel]. One rank gets views of them.
         """
+        if self.ranks.size == 1:
+            first = self.matrices[0].start
+            return [matrix.of(parts[matrix.start - first :][: matrix.numel]) for matrix in self.matrices]
         sent = [piece.of_parts(parts) for pieces in self._to_owners for piece in pieces]
-        received = self._swap(sent, parts, self._to_owners, self._from_replicas)
-        wholes = [parts.new_zeros(matrix.stop - matrix.start) for matrix in self.owned]
+        received = self._swap(sent, parts, self._to_owners, self._from_holders)
+        wholes = [parts.new_zeros(matrix.numel) for matrix in self.owned]
         start = 0
-        for pieces in self._from_replicas:
+        for pieces in self._from_holders:
             for piece in pieces:
                 piece.of_matrix(wholes[piece.place]).copy_(received[start : start + piece.length])
                 start += piece.length
         return [matrix.of(flat) for matrix, flat in zip(self.owned, wholes, strict=True)]
 
     def scatter(self, results: Sequence[Tensor], out: Tensor) -> None:
-        """Write this replica's parts of what the owners have made; called by all replicas.
+        """Write this rank's parts of what the owners have made; called by all ranks.
 
         Args:
-            results: of each owned matrix, in its shape and `out`'s dtype.
+            results: what `gather` gave for `out`, with its new values.
             out: [numel].
         """
-        padded = [
-            torch.nn.functional.pad(result.reshape(-1), (0, matrix.stop - matrix.start - result.numel()))
-            for matrix, result in zip(self.owned, results, strict=True)
-        ]
-        sent = [piece.of_matrix(padded[piece.place]) for pieces in self._from_replicas for piece in pieces]
-        received = self._swap(sent, out, self._from_replicas, self._to_owners)
+        if self.ranks.size == 1:
+            return
+        flat = [matrix.flattened(result) for matrix, result in zip(self.owned, results, strict=True)]
+        sent = [piece.of_matrix(flat[piece.place]) for pieces in self._from_holders for piece in pieces]
+        received = self._swap(sent, out, self._from_holders, self._to_owners)
         start = 0
         for piece in (piece for pieces in self._to_owners for piece in pieces):
             piece.of_parts(out).copy_(received[start : start + piece.length])
@@ -151,51 +219,58 @@ class Turn:
     def _swap(
         self, sent: Sequence[Tensor], like: Tensor, to: Sequence[list[_Piece]], come: Sequence[list[_Piece]]
     ) -> Tensor:
-        """What other replicas sent this one, in their order.
+        """What the ranks sent this one, in their order.
 
         Args:
-            sent: this replica's pieces, by the replica that they go to.
+            sent: this rank's pieces, by the rank that they go to.
             like: a tensor of the dtype.
-            to, come: the pieces that go to each replica, and that come from each.
+            to, come: the pieces that go to each rank, and that come from each.
         """
         flat = torch.cat(list(sent)) if sent else like[:0]
-        if self.space.num_shards == 1:
-            return flat
         counts, counts_received = (
             [sum(piece.length for piece in pieces) * like.itemsize for pieces in table] for table in (to, come)
         )
         received = torch.empty(sum(counts_received), dtype=torch.uint8, device=like.device)
-        group = self.space.replicas.group
-        torch.distributed.all_to_all_single(received, flat.view(torch.uint8), counts_received, counts, group=group)
+        torch.distributed.all_to_all_single(
+            received, flat.view(torch.uint8), counts_received, counts, group=self.ranks.group
+        )
         return received.view(like.dtype)
 
 
-def turns(space: ParamSpace, cost: Callable[[Slot], float]) -> list[Turn]:
-    """All matrices of a space, in order; the same on all replicas.
+def matrices_of(space: ParamSpace, slot: Slot) -> list[WholeMatrix]:
+    """The matrices of a parameter, without owners."""
+    kind, size = WholeMatrix if space.sharing.scaled_with is None else CutMatrix, slot.padded_matrix
+    return [kind(slot, start, start + size) for start in range(slot.offset, slot.offset + slot.padded, size)]
+
+
+def turns(space: ParamSpace, cost: Callable[[Shape], float]) -> list[Turn]:
+    """All matrices of a space, in order; the same on all ranks.
 
     Args:
-        cost: of one matrix of a parameter, for the choice of owners.
+        cost: of a matrix, for the choice of owners.
     """
-    ranges = [
-        (slot, slot.offset + index * slot.padded_matrix, slot.offset + (index + 1) * slot.padded_matrix)
-        for slot in space.slots
-        for index in range(slot.num_matrices)
-    ]
-    limit = space.num_shards * max(_TURN_NUMEL, 2 * max(stop - start for _, start, stop in ranges))
-    borders = [0]
-    for index, (_, _, stop) in enumerate(ranges):
-        if stop - ranges[borders[-1]][1] > limit:
+    matrices, num_ranks = [matrix for slot in space.slots for matrix in matrices_of(space, slot)], _ranks(space).size
+    limit = num_ranks * max(_TURN_NUMEL, 2 * max(matrix.numel for matrix in matrices))
+    borders, numel = [0], 0
+    for index, matrix in enumerate(matrices):
+        numel += matrix.numel
+        if numel > limit:
             borders.append(index)
-    runs = [ranges[first:last] for first, last in pairwise([*borders, len(ranges)])]
-    return [Turn(space, _with_owners(run, space.num_shards, cost)) for run in runs]
+            numel = matrix.numel
+    runs = [matrices[first:last] for first, last in pairwise([*borders, len(matrices)])]
+    return [Turn(space, _with_owners(run, num_ranks, cost)) for run in runs]
 
 
-def _with_owners(
-    run: Sequence[tuple[Slot, int, int]], num_replicas: int, cost: Callable[[Slot], float]
-) -> tuple[WholeMatrix, ...]:
-    """The most costly matrix first, each to the replica with the least work so far."""
-    work, owners = [0.0] * num_replicas, [0] * len(run)
-    for index in sorted(range(len(run)), key=lambda index: -cost(run[index][0])):
-        owners[index] = min(range(num_replicas), key=work.__getitem__)
-        work[owners[index]] += cost(run[index][0])
-    return tuple(WholeMatrix(*one, owner) for one, owner in zip(run, owners, strict=True))
+def _ranks(space: ParamSpace) -> Replicas:
+    """The ranks that have parts of the matrices of a space."""
+    cut = space.sharing.scaled_with
+    return space.replicas if cut is None else Replicas.of(cut, space.device)
+
+
+def _with_owners(run: Sequence[WholeMatrix], num_ranks: int, cost: Callable[[Shape], float]) -> tuple[WholeMatrix, ...]:
+    """The most costly matrix first, each to the rank with the least work so far."""
+    work, owners = [0.0] * num_ranks, [0] * len(run)
+    for index in sorted(range(len(run)), key=lambda index: -cost(run[index].shape)):
+        owners[index] = min(range(num_ranks), key=work.__getitem__)
+        work[owners[index]] += cost(run[index].shape)
+    return tuple(replace(matrix, owner=owner) for matrix, owner in zip(run, owners, strict=True))

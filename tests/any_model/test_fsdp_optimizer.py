@@ -204,9 +204,11 @@ def errors(group: Group) -> list[str]:
     """What is said about calls in the wrong order, and about shards that cannot be used."""
     found = []
 
-    def try_(model: torch.nn.Module, opt_level: str = "O3", **options: Any) -> None:
+    def try_(
+        model: torch.nn.Module, opt_level: str = "O3", optimizer_of: OptimizerOf = torch.optim.AdamW, **options: Any
+    ) -> None:
         try:
-            fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters()), opt_level, **options)
+            fp8_megatron.initialize(model, optimizer_of(model.parameters()), opt_level, **options)
         except UserError as error:
             found.append(str(error))
 
@@ -228,6 +230,10 @@ def errors(group: Group) -> list[str]:
     replace_linears(half)
     fully_shard(half[0], mesh=cpu_mesh())
     try_(half)
+    short = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 2, bias=False))
+    replace_linears(short)
+    shard(short)
+    try_(short, optimizer_of=torch.optim.Muon)
     return found
 
 
@@ -239,6 +245,7 @@ def test_errors_name_the_fix(ranks: RankPool) -> None:
         "recipe: fully_shard has sharded the model already",
         "0.weight has an FP8 optimizer already",
         "1.weight is not sharded",
+        "1.weight (2, 48) has fewer rows than there are ranks (3), and Muon",
     ]
     for found in ranks.run(on_default_group, errors, num_ranks=3):
         assert len(found) == len(wanted), found

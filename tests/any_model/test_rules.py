@@ -253,9 +253,12 @@ def test_what_a_rule_does_not_do_is_refused() -> None:
         fp8_megatron.initialize(model, torch.optim.SGD(model.parameters(), maximize=True), "O1")
 
 
+SHARDED: dict[str, Any] = {**MAKERS, "muon": with_adamw}
+
+
 def sharded_run(group: Any, name: str, folder: str) -> tuple[list[float], dict[str, Tensor]]:
     """Three steps, saved; three more."""
-    model, optimizer = build_sharded("O3", torch.bfloat16, optimizer_of=MAKERS[name])
+    model, optimizer = build_sharded("O3", torch.bfloat16, optimizer_of=SHARDED[name])
     for step in range(3):
         train_step(model, optimizer, step)
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -264,7 +267,7 @@ def sharded_run(group: Any, name: str, folder: str) -> tuple[list[float], dict[s
 
 
 def sharded_resume(group: Any, name: str, folder: str) -> tuple[list[float], dict[str, Tensor]]:
-    model, optimizer = build_sharded("O3", torch.bfloat16, optimizer_of=MAKERS[name])
+    model, optimizer = build_sharded("O3", torch.bfloat16, optimizer_of=SHARDED[name])
     train_step(model, optimizer, 7)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
@@ -272,12 +275,13 @@ def sharded_resume(group: Any, name: str, folder: str) -> tuple[list[float], dic
     return [train_step(model, optimizer, step) for step in range(3, 6)], whole_weights(model)
 
 
-@pytest.mark.parametrize("name", ["sgd", "lion"])
-def test_shards_train_and_resume_bit_for_bit(ranks: RankPool, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "num_ranks"), [("sgd", 2), ("lion", 2), ("muon", 2), ("muon", 4)])
+def test_shards_train_and_resume_bit_for_bit(ranks: RankPool, tmp_path: Path, name: str, num_ranks: int) -> None:
+    """Muon's matrices are whole on their owners, also those of 50 rows over four ranks."""
     args = (name, str(tmp_path))
-    losses, weights = ranks.run(on_default_group, sharded_run, *args, num_ranks=2)[0]
+    losses, weights = ranks.run(on_default_group, sharded_run, *args, num_ranks=num_ranks)[0]
     alone, alone_weights = ranks.run(on_default_group, sharded_run, name, str(tmp_path / "one"), num_ranks=1)[0]
     assert alone == losses and all(torch.equal(alone_weights[key], value) for key, value in weights.items())
-    for resumed, resumed_weights in ranks.run(on_default_group, sharded_resume, *args, num_ranks=2):
+    for resumed, resumed_weights in ranks.run(on_default_group, sharded_resume, *args, num_ranks=num_ranks):
         assert resumed == losses
         assert all(torch.equal(resumed_weights[key], value) for key, value in weights.items())

@@ -155,11 +155,11 @@ def reference(options: dict[str, Any], num_steps: int) -> dict[str, Tensor]:
             grad = values_of(100 + step)[name].bfloat16().double()
             average = momentum * average + (1 - momentum) * grad
             direction = momentum * average + (1 - momentum) * grad if nesterov else average
-            split, stored = ROW_SPLITS.get(name), direction.view(-1, *direction.shape[-2:])
-            parts = [stored] if split is None else split.split(stored)
-            made = [torch.stack([exact(one) * scale(*one.shape) for one in part]) for part in parts]
-            update = (made[0] if split is None else split.join(made)).view_as(value)
-            value = value - GROUP["lr"] * (update + GROUP["weight_decay"] * value)
+            split, stored = ROW_SPLITS.get(name), direction.clone().view(-1, *direction.shape[-2:])
+            for part in (stored,) if split is None else split.split(stored):
+                for one, rows in zip(part, part.reshape(len(part), -1, part.shape[-1]), strict=True):
+                    one.copy_((exact(rows) * scale(*rows.shape)).view_as(one))
+            value = value - GROUP["lr"] * (stored.view_as(value) + GROUP["weight_decay"] * value)
         found[name] = value
     return found
 
@@ -215,16 +215,19 @@ def test_a_bad_gradient_skips_the_step(ranks: RankPool, level: str) -> None:
                 assert torch.equal(getattr(outcome, kind)[name], value), f"{kind} of {name}"
 
 
-#: Along which axis tensor-parallel ranks have parts of each matrix.
+#: Matrices that are also cut as fully_shard does.
+CUT = {"qkv", "proj", "tall"}
+#: Along which axis ranks have parts of each matrix.
 AXES = {"qkv": 0, "proj": 1, "tall": 0, "experts": 1}
 
 
 def train_parts(group: Group, mode: str) -> dict[str, Tensor]:
-    """Three updates of tensor-parallel ranks, each with its part of each matrix; the whole masters."""
+    """Three updates of ranks that have parts of each matrix, under tensor parallelism or fully_shard; whole masters."""
     rank, size = group.rank(), group.size()
+    is_cut, matrices = mode == "fully_shard", [name for name in MATRICES if mode != "fully_shard" or name in CUT]
     regions: dict[torch.nn.Parameter, Region] = {}
     module = torch.nn.Module()
-    for name in MATRICES:
+    for name in matrices:
         shape, pieces = list(SHAPES[name]), 2 if name == "experts" and size > 1 else 1
         shape[AXES[name]] //= size
         param = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
@@ -233,7 +236,9 @@ def train_parts(group: Group, mode: str) -> dict[str, Tensor]:
     params = dict(module.named_parameters())
     names = {param: name for name, param in params.items()}
     splits = {"qkv": RowSplit(2 // size, (32, 16, 16)), "experts": RowSplit(1, (32 // size, 32 // size))}
-    sharing = Sharing(Replicas.of(None, CPU), parts_with=group if size > 1 else None)
+    splits = ROW_SPLITS if is_cut else splits
+    others = group if size > 1 else None
+    sharing = Sharing(Replicas.of(None, CPU), **{"scaled_with" if is_cut else "parts_with": others})
     storage = model_storage(PrecisionConfig(precision="bf16"), num_micro_batches=1)
     model = DataParallelModule(
         module,
@@ -243,7 +248,7 @@ def train_parts(group: Group, mode: str) -> dict[str, Tensor]:
         row_split_of=lambda param: splits.get(names[param]),
         storage=storage,
     )
-    settings = OptimizerSettings("muon", {"tp_mode": mode}, **GROUP, clip_grad=0.0)
+    settings = OptimizerSettings("muon", {} if is_cut else {"tp_mode": mode}, **GROUP, clip_grad=0.0)
     optimizer = FP8DistributedOptimizer([model], settings, storage, world=None, device=CPU)
     optimizer.load_weights((name, regions[param].part_of(values_of(1)[name])) for name, param in params.items())
     for step in range(3):
@@ -280,6 +285,14 @@ def test_tensor_parallel_ranks_make_whole_matrices(ranks: RankPool) -> None:
         assert torch.equal(duplicated[name], whole), name
         assert snr_db(distributed[name] - values_of(1)[name], moved) > 28.0, name
         assert snr_db(blockwise[name] - values_of(1)[name], moved) < 20.0, name
+
+
+def test_matrices_that_fully_shard_cuts_are_whole_on_their_owners(ranks: RankPool) -> None:
+    """By rows and by columns, on one to four ranks, with the bits of one."""
+    (single,) = ranks.run(on_default_group, train_parts, "duplicated", num_ranks=1)
+    for num_ranks in (1, 2, 4):
+        cut = ranks.run(on_default_group, train_parts, "fully_shard", num_ranks=num_ranks)[0]
+        assert set(cut) == CUT and all(torch.equal(value, single[name]) for name, value in cut.items())
 
 
 def test_ranks_that_take_parts_for_matrices(ranks: RankPool) -> None:
