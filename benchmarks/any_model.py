@@ -4,9 +4,10 @@ Engine and torchao, each with and without torch.compile, and with forward and ba
 python benchmarks/any_model.py --models vit-1.2b gpt2-xl --output runs/any_model.json
 
 One process a model trains it under every run from the same weights on the same random batches. Memory is the peak of
-measured steps, and what stays between steps. ``--tiny`` takes tiny models, on a CPU too, to see that everything runs.
-A run that fails is recorded with its error, and the others go on. Needs transformers; peers that are not installed are
-left out.
+measured steps, and what stays between steps. Speed and memory are quoted beside the fastest run that is not this
+project's, compiled ones included; the last lines are the table of docs/evidence.md. ``--tiny`` takes tiny models, on a
+CPU too, to see that everything runs. A run that fails is recorded with its error, and the others go on. Needs
+transformers; peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.autograd import DeviceType
 
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.any_model_results import Result, markdown, table
 from benchmarks.any_model_work import WORKS, Batch, Trainee, build
 from benchmarks.provenance import commit, device_name, versions
 from fp8_megatron.any_model.recorded_step import RecordedStep, record_step
@@ -44,10 +45,10 @@ from fp8_megatron.device.cudnn import load_bundled
 from fp8_megatron.device.device import select_device
 from fp8_megatron.outputs import write_output
 
-_USUAL_RUNS = ("bf16-amp", "te-delayed", "torchao-tensorwise", "O1", "O2", "O3")
-#: The others compute activations again in backward (`initialize(…, recompute_activations=True)`).
-RUNS = (*_USUAL_RUNS, "O2-recompute", "O3-recompute")
-#: Of `--runs`, what is compiled too unless other runs are named.
+_USUAL_RUNS = ("bf16-amp", "te-delayed", "O1", "O2", "O3")
+#: torchao is made for torch.compile. The last two compute activations again in backward.
+RUNS = (*_USUAL_RUNS, "torchao-tensorwise", "O2-recompute", "O3-recompute")
+#: The strongest rivals of most models, and ours beside them.
 _COMPILED = ("bf16-amp", "torchao-tensorwise", "O2")
 #: The package that a peer needs.
 _NEEDS = {"te-delayed": "transformer_engine", "torchao-tensorwise": "torchao"}
@@ -55,56 +56,11 @@ _NEEDS = {"te-delayed": "transformer_engine", "torchao-tensorwise": "torchao"}
 Compute = Callable[[Batch], torch.Tensor]
 #: A recorded run is recorded in the last one.
 _WARM_UP_STEPS = 4
-_HEADINGS = (
-    *(
-        "model",
-        "run",
-        "compiled",
-        "recorded",
-        "step ms",
-        "kernels",
-        "waits",
-        "speed",
-        "peak GB",
-        "of bf16",
-        "resting GB",
-    ),
-    "last loss",
-)
 #: The share of a step that kernels fill at least where the host keeps up.
 _BUSY_SHARE = 0.95
 #: Lines of a profile.
 _SHOWN = 40
 _PACKAGES = ("torch", "triton", "transformers", "transformer_engine", "torchao")
-
-
-@dataclass
-class Result:
-    """One run. Memory in 10^9 bytes; milliseconds of the median step. What needs a GPU is None on a CPU.
-
-    Attributes:
-        kernel_ms: a step's kernels, without the gaps between them.
-        is_host_bound: whether the GPU waits for the host: kernels fill less than 95% of a step.
-        recorded: forward and backward are a CUDA graph. The memory that it keeps is in both figures.
-    """
-
-    model: str
-    run: str
-    compiled: bool
-    recorded: bool = False
-    step_ms: float = 0.0
-    samples_per_second: float = 0.0
-    peak_gb: float | None = None
-    resting_gb: float | None = None
-    kernel_ms: float | None = None
-    is_host_bound: bool | None = None
-    losses: list[float] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def name(self) -> str:
-        """What the documentation calls it."""
-        return " ".join([self.model, self.run, *["compiled"] * self.compiled, *["recorded"] * self.recorded])
 
 
 def main() -> int:
@@ -118,7 +74,8 @@ def main() -> int:
         results += _in_a_process(model, args)
         if args.output is not None:  # after each model, so that a kill keeps those before
             write_output(args.output, (json.dumps(_report(results), indent=1) + "\n").encode())
-    Console(width=150).print(_table(results))
+    Console(width=150).print(table(results))
+    print(markdown(results))
     return int(any(result.error is not None for result in results))
 
 
@@ -127,9 +84,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=list(WORKS), default=list(WORKS))
     parser.add_argument("--runs", nargs="*", choices=RUNS, default=list(_USUAL_RUNS), help="launched by Python")
-    parser.add_argument(
-        "--compiled-runs", nargs="*", choices=RUNS, help=f"({' '.join(_COMPILED)}, where --runs has them)"
-    )
+    parser.add_argument("--compiled-runs", nargs="*", choices=RUNS, default=list(_COMPILED), help="and compiled")
     parser.add_argument("--recorded-runs", nargs="*", choices=RUNS, default=[], help="once more, recorded (none)")
     parser.add_argument(
         "--compiled-recorded-runs", nargs="*", choices=RUNS, default=[], help="once more, compiled and recorded (none)"
@@ -141,8 +96,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=output_file, help="the .json file to write (replaced if it exists)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(words)
-    if args.compiled_runs is None:
-        args.compiled_runs = [run for run in _COMPILED if run in args.runs]
     if not cases(args):
         parser.error("nothing to measure: name runs with --runs, --compiled-runs or --recorded-runs")
     return args
@@ -274,29 +227,6 @@ def _print_profile(kernels: dict[str, list[float]], trainee: Trainee, compute: C
     profiler = cProfile.Profile()
     profiler.runcall(_step, trainee, compute, batch)
     pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(_SHOWN)
-
-
-def _table(results: list[Result]) -> Table:
-    table = Table(title="Memory and speed, beside bf16-amp")
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("model", "run") else "right")
-    bases = {(r.model, r.compiled, r.recorded): r for r in results if r.run == "bf16-amp" and r.error is None}
-    for result in results:
-        if result.error is not None:
-            table.add_row(result.model, result.run, str(result.compiled), str(result.recorded), result.error[:60])
-            continue
-        base = bases.get((result.model, result.compiled, result.recorded))
-        speed = "" if base is None else f"{base.step_ms / result.step_ms:.2f} ×"
-        share = ""
-        if base is not None and base.peak_gb and result.peak_gb:
-            share = f"{result.peak_gb / base.peak_gb - 1:+.0%}"
-        peak, resting = (("-" if value is None else f"{value:.2f}") for value in (result.peak_gb, result.resting_gb))
-        compiled, recorded = ("yes" if is_so else "" for is_so in (result.compiled, result.recorded))
-        kernel = "-" if result.kernel_ms is None else f"{result.kernel_ms:.1f}"
-        waits = "host" if result.is_host_bound else ""
-        row = (result.model, result.run, compiled, recorded, f"{result.step_ms:.1f}", kernel, waits, speed, peak, share)
-        table.add_row(*row, resting, f"{result.losses[-1]:.4f}")
-    return table
 
 
 def _report(results: list[Result]) -> dict[str, Any]:

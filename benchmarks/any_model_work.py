@@ -67,15 +67,17 @@ def _swin(tiny: bool) -> nn.Module:
     return SwinForImageClassification(config)
 
 
-def _vit(tiny: bool) -> nn.Module:
+def _vit(tiny: bool, *, width: int, heads: int) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    width, layers = (64, 2) if tiny else (2048, 24)
+    layers = 24
+    if tiny:
+        width, heads, layers = 64, 4, 2
     return ViTForImageClassification(
         ViTConfig(
             hidden_size=width,
             num_hidden_layers=layers,
-            num_attention_heads=4 if tiny else 32,
+            num_attention_heads=heads,
             intermediate_size=4 * width,
             image_size=32 if tiny else 224,
             num_labels=16 if tiny else 1000,
@@ -93,22 +95,22 @@ def _gpt2(tiny: bool) -> nn.Module:
 _GPT2_XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
 
 
-def _llama(tiny: bool, *, width: int, ffn: int, layers: int, ties_head: bool) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _decoder(tiny: bool, *, kind: str, **shape: Any) -> nn.Module:
+    """A model by transformers' name of its kind and the fields of its configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    if tiny:
-        width, ffn, layers = 64, 128, 2
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=4 if tiny else 32,
-        num_key_value_heads=2 if tiny else 8,
-        vocab_size=256 if tiny else 128_256,
-        tie_word_embeddings=ties_head,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    config = AutoConfig.for_model(kind, **{**shape, **(_TINY_DECODER if tiny else {})}, use_cache=False)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _decoder_shape(width: int, ffn: int, layers: int, heads: int, groups: int, head_dim: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return dict(zip((*names, "head_dim"), (width, ffn, layers, heads, groups, head_dim), strict=True))
+
+
+_TINY_DECODER = {**_decoder_shape(64, 128, 2, 4, 2, 16), "vocab_size": 256, "pad_token_id": 0}
+_LLAMA = {"kind": "llama", "vocab_size": 128_256}
 
 
 def _bert(tiny: bool) -> nn.Module:
@@ -164,19 +166,48 @@ def _te_gpt(tiny: bool) -> nn.Module:
 
 WORKS = {
     "swin-1b": Work(_swin, _images(32, 224), 32, "Swin, 448 wide, depths 2 2 18 2, 32 images of 224 × 224"),
-    "vit-1.2b": Work(_vit, _images(64, 224), 64, "ViT, 24 layers of 2048, 64 images of 224 × 224"),
+    "vit-l": Work(
+        partial(_vit, width=1024, heads=16), _images(128, 224), 128, "ViT-L, 24 layers of 1024, 128 images of 224 × 224"
+    ),
+    "vit-1.2b": Work(
+        partial(_vit, width=2048, heads=32), _images(64, 224), 64, "ViT, 24 layers of 2048, 64 images of 224 × 224"
+    ),
     "gpt2-xl": Work(_gpt2, _tokens(8, 1024, 50_257), 8, "GPT-2-XL, 8 sequences of 1,024 tokens"),
     "llama-1b": Work(
-        partial(_llama, width=2048, ffn=8192, layers=16, ties_head=True),
+        partial(_decoder, **_LLAMA, **_decoder_shape(2048, 8192, 16, 32, 8, 64), tie_word_embeddings=True),
         _tokens(4, 2048, 128_256),
         4,
         "Llama-3.2-1B's shape, 4 sequences of 2,048 tokens",
     ),
     "llama-8b-4-layers": Work(
-        partial(_llama, width=4096, ffn=14336, layers=4, ties_head=False),
+        partial(_decoder, **_LLAMA, **_decoder_shape(4096, 14336, 4, 32, 8, 128)),
         _tokens(4, 2048, 128_256),
         4,
         "Llama-3-8B's shape with 4 of 32 layers and a head of its own, 4 sequences of 2,048 tokens",
+    ),
+    "qwen3-1.7b": Work(
+        partial(
+            _decoder,
+            kind="qwen3",
+            vocab_size=151_936,
+            tie_word_embeddings=True,
+            **_decoder_shape(2048, 6144, 28, 16, 8, 128),
+        ),
+        _tokens(4, 4096, 151_936),
+        4,
+        "Qwen3-1.7B, 4 sequences of 4,096 tokens",
+    ),
+    "gemma3-1b": Work(
+        partial(
+            _decoder,
+            kind="gemma3_text",
+            vocab_size=262_144,
+            sliding_window=512,
+            **_decoder_shape(1152, 6912, 26, 4, 1, 256),
+        ),
+        _tokens(4, 2048, 262_144),
+        4,
+        "Gemma-3-1B, 4 sequences of 2,048 tokens",
     ),
     "bert-large": Work(_bert, _tokens(32, 512, 30_522), 32, "BERT-large, 32 sequences of 512 tokens"),
     "te-gpt": Work(

@@ -1,5 +1,5 @@
 """The headline table in one command: this project with its fastest flags and with current scales, Transformer Engine,
-BF16 and torchao, one after another on the GPUs of this machine.
+BF16 of three programs and torchao, one after another on the GPUs of this machine.
 
 python benchmarks/headline.py --output-dir runs/headline
 
@@ -24,8 +24,8 @@ from fp8_megatron.commands.arguments import Parser, output_folder, whole
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.io import own_and_run_flags
 
-#: This project's fastest flags (configs/fast.yaml), current scales, and the peers.
-RUNS = ["O3-fast", "O3", "megatron-te-delayed", "bf16", "megatron-bf16", "torchao-tensorwise"]
+#: This project's fastest flags (configs/fast.yaml), current scales, and the peers; torch-* compile their layers.
+RUNS = ["O3-fast", "O3", "megatron-te-delayed", "bf16", "megatron-bf16", "torchao-tensorwise", "torch-bf16"]
 #: Model, micro-batch size and micro-batches a step, on one GPU and on several.
 _ONE_GPU, _SEVERAL = ("345m", 16, 2), ("7b", 4, 4)
 _TRAIN_ITERS = 13

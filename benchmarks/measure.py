@@ -1,4 +1,4 @@
-"""Measure the figures of README.md and docs/performance.md again, one part at a time:
+"""Measure the figures of README.md, docs/performance.md and docs/evidence.md again, one part at a time:
 
 python benchmarks/measure.py small 7b --output-dir runs/measured
 
@@ -84,6 +84,9 @@ _FP8_ATTENTION = "O3-fp8-attention"
 _BOTH_ATTENTIONS = ("O3-fast", _FP8_ATTENTION)
 #: Models whose steps Python launches by default.
 _WITH_GRAPH = ("O3-fast", "O3-graph")
+#: Models of transformers: `--models` of any_model.py, in parts that take some ten minutes each.
+_TEXT = ("qwen3-1.7b", "gemma3-1b", "llama-1b", "gpt2-xl")
+_IMAGES = ("vit-l", "vit-1.2b", "swin-1b", "bert-large")
 _TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 #: Layers of GPT-7B whose weights' transposes four micro-batches share within 45 GB; of GPT-13B, whose steps are
 #: recorded by default, within 55 (launched by Python, 36 are).
@@ -95,6 +98,19 @@ _KEEP_30B = ("--keep-fp8-transpose-cache", "48")
 _TWO_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "4")
 #: Models whose steps are recorded by default; for the others O3-graph is the run with a graph.
 _WITH_AND_WITHOUT_GRAPH = ("O3-fast", "O3-no-graph", "bf16", "bf16-no-graph")
+
+
+def _any_model(target: Target, name: str, models: Sequence[str]) -> list[str]:
+    runs = ["bf16-amp", *["te-delayed"] * target.with_peer, "O2"]
+    command = ["any_model.py", "--models", *models, "--runs", *runs, "--steps", "8"]
+    return [*command, "--output", str(target.folder / f"any_model_{name}.json")]
+
+
+def _headline(target: Target, model: str, micro: int, num_micro: int, *flags: str, gpus: int) -> list[str]:
+    command = ["headline.py", "--gpus", str(gpus), "--model", model, "--micro-batch-size", str(micro)]
+    command += ["--num-micro-batches", str(num_micro), "--output-dir", str(target.folder / f"{model}-{gpus}")]
+    return [*command, "--", "--mock-data", *flags]
+
 
 PARTS = {
     "kernels": Part(
@@ -205,6 +221,33 @@ PARTS = {
             ]
         ],
     ),
+    "headline": Part(
+        1,
+        "GPT-345M, GPT-1.3B and eight of Llama-3-8B's layers beside every peer: the table of README.md",
+        lambda to: [
+            _headline(to, "345m", 16, 2, gpus=1),
+            _headline(to, "1.3b", 8, 2, gpus=1),
+            _headline(to, "llama-8b", 1, 4, "--num-layers", "8", gpus=1),
+        ],
+    ),
+    "headline-2gpus": Part(
+        2,
+        "GPT-1.3B and sixteen of Llama-3-8B's layers over two data-parallel GPUs beside every peer",
+        lambda to: [
+            _headline(to, "1.3b", 8, 2, gpus=2),
+            _headline(to, "llama-8b", 1, 4, "--num-layers", "16", gpus=2),
+        ],
+    ),
+    "any-model-text": Part(
+        1,
+        "decoders of transformers beside BF16 and torchao, compiled too, and Transformer Engine: docs/evidence.md",
+        lambda to: [_any_model(to, "text", _TEXT)],
+    ),
+    "any-model-images": Part(
+        1,
+        "ViT, Swin and BERT of transformers beside the same: docs/evidence.md",
+        lambda to: [_any_model(to, "images", _IMAGES)],
+    ),
 }
 
 
@@ -235,7 +278,7 @@ def resolved(command: Sequence[str]) -> list[str]:
 
 def _parse() -> argparse.Namespace:
     parser = Parser(
-        description="Measure again what README.md and docs/performance.md quote.",
+        description="Measure again what README.md, docs/performance.md and docs/evidence.md quote.",
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--list", action="store_true", help="show the parts and their commands, run nothing")
