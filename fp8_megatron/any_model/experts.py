@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ..activation_functions import Activation
+from ..device.device import UnsupportedDeviceError
 from ..dtypes import CHUNK, StorageDtype
 from ..errors import UserError
 from ..kernels.ops import Groups
@@ -137,8 +138,8 @@ class FP8Experts(ScaledModule):
             raise UserError(
                 f"{self.name}: torch.compile knows the experts' own FP8 weights alone: give functional_call plain ones"
             )
-        columns, evaluates = self.form.num_columns, self.evaluates
-        return compiled_experts(rows, probs, groups, self.token, bias1, columns=columns, evaluates=evaluates)
+        call = (self.form.num_columns, self.quantizers[0].input.format.scale_shape(*rows.shape), self.evaluates)
+        return compiled_experts(rows, probs, groups, self.token, bias1, *call)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -176,6 +177,10 @@ def reason_to_stay(
         return f"its weights are {weights[0].dtype} and {weights[1].dtype}"
     if not recipe.roles.input.takes_groups:
         return f"recipe {recipe.name!r} has no products of experts"
+    try:
+        recipe.roles.input.check_groups(weights[0].device)
+    except UnsupportedDeviceError as error:
+        return str(error)
     for weight in weights:
         for size in weight.shape[1:]:
             if size % recipe.size_multiple:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..device.device import UnsupportedDeviceError
 from ..dtypes import E4M3, GEMM_BLOCK
 from ..kernels import ops
 from .format import Format, Quantized, Roles
@@ -50,6 +51,7 @@ class Blocks(_BlockScaled):
     """128 elements along K share a scale: FP32 [K / 128, M]."""
 
     shares: ClassVar[str] = "1×128"
+    takes_groups: ClassVar[bool] = True
     scale_dims: ClassVar[tuple[int, int]] = (1, 0)
 
     def cast(
@@ -86,6 +88,26 @@ class Blocks(_BlockScaled):
     def rows(self, operand: Quantized, part: slice) -> Quantized:
         return Quantized(operand.payload[part], None, operand.scale[:, part].contiguous(), self)
 
+    def check_groups(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            raise UnsupportedDeviceError(
+                "experts under fp8_recipe(blockwise) run on CPUs alone so far: choose --fp8-recipe delayed or "
+                "tensorwise"
+            )
+
+    def gather(self, operand: Quantized, groups: ops.Groups, *, rowwise: bool, transposed: bool) -> Quantized:
+        payload, scale, payload_t, scale_t = ops.gather_blocks(
+            operand.payload,
+            operand.scale,
+            groups.source,
+            groups.num_experts,
+            groups.offsets,
+            rowwise=rowwise,
+            transposed=transposed,
+            power_of_two=self.power_of_two,
+        )
+        return Quantized(payload if rowwise else None, payload_t if transposed else None, scale, self, scale_t)
+
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return -(-columns // GEMM_BLOCK), rows
 
@@ -97,7 +119,8 @@ class Blocks(_BlockScaled):
 class Tiles(_BlockScaled):
     """128 along N by 128 along K share a scale: FP32 [⌈N / 128⌉, ⌈K / 128⌉ rounded up to a multiple of 4].
 
-    An FP8 weight at rest is not rounded again: every tile takes its one scale.
+    Experts' weights [E, N, K] have sizes in multiples of 128, and E in front of their scales' dimensions. An FP8 weight
+    at rest is not rounded again: every tile takes its one scale.
     """
 
     shares: ClassVar[str] = "128×128"
@@ -118,7 +141,18 @@ class Tiles(_BlockScaled):
         )
         return Quantized(payload if rowwise else None, payload_t if transposed else None, own, self, scale_t)
 
+    def cast_matrices(self, x: Tensor, scales: Tensor | None, *, transposed: bool) -> Quantized:
+        (num_matrices, rows, columns), whole = x.shape, self.cast(x.flatten(0, 1))
+        payload, scale = whole.payload.view(x.shape), whole.scale.view(num_matrices, rows // GEMM_BLOCK, -1)
+        if transposed:
+            payload, scale = ops.transpose(payload), scale[:, :, : columns // GEMM_BLOCK].mT
+        return Quantized(payload, None, scale, self)
+
     def stored_weight(self, payload: Tensor, scale: Tensor, *, transposed: bool = False) -> Quantized:
+        if payload.ndim == 3:
+            payload = ops.transpose(payload) if transposed else payload
+            scales = scale[:, None, None].expand(len(payload), *self.scale_shape(*payload.shape[1:]))
+            return Quantized(payload, None, scales, self)
         tiles = Quantized(payload, None, scale.expand(self.scale_shape(*payload.shape)).contiguous(), self)
         return self.transpose(tiles) if transposed else tiles
 

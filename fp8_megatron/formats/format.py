@@ -85,6 +85,21 @@ class Format(ABC):
         cast = self.cast(x, scale, amax_out=amax_out, transposed=transposed)
         return cast, x.sum(dim=0, dtype=torch.float32)
 
+    def cast_matrices(self, x: Tensor, scales: Tensor | None, *, transposed: bool) -> Quantized:
+        """Cast the matrices of a layer's experts [E, N, K], or with `transposed` their transposes [E, K, N].
+
+        Args:
+            scales: FP32 [E], if `takes_scale`; None: the values give the scales.
+        """
+        own = [None] * len(x) if scales is None else scales.split(1)
+        casts = [
+            self.cast(matrix, scale, rowwise=not transposed, transposed=transposed)
+            for matrix, scale in zip(x, own, strict=True)
+        ]
+        casts = [cast.t for cast in casts] if transposed else casts
+        payload = torch.stack([cast.payload.view(torch.uint8) for cast in casts])  # a CPU does not stack FP8
+        return Quantized(payload.view(self.dtype), None, torch.cat([cast.scale for cast in casts]), self)
+
     def stored_weight(self, payload: Tensor, scale: Tensor, *, transposed: bool = False) -> Quantized:
         """A weight at rest, FP8 [N, K] or [E, N, K] with a scale a matrix, FP32 [1] or [E], in this format; with
         `transposed` its transpose, [K, N] or [E, K, N]."""
@@ -123,21 +138,26 @@ class Format(ABC):
         """Some rows [m, K] of the row layout, as a matrix of their own."""
 
     def gather(self, operand: Quantized, groups: ops.Groups, *, rowwise: bool, transposed: bool) -> Quantized:
-        """See `Quantized.gather`."""
-        raise self._no_groups()
+        """See `Quantized.gather`; in formats that take groups.
+
+        Raises:
+            ValueError: this one does not.
+        """
+        raise ValueError(f"{self} has no products of rows grouped by expert")
 
     def multiply_groups(self, a: Quantized, weight: Quantized, offsets: Tensor) -> Tensor:
         """See `Quantized.multiply_groups`; `a` has this format."""
-        raise self._no_groups()
+        return ops.grouped_mm(a.payload, weight.payload, a.scale, weight.scale, offsets)
 
     def write_wgrad_of_groups_(
         self, out: Tensor, g_t: Quantized, x_t: Quantized, offsets: Tensor, *, scales: Tensor | None, adds: bool
     ) -> None:
         """See `Quantized.write_wgrad_of_groups_`; `g_t` has this format."""
-        raise self._no_groups()
-
-    def _no_groups(self) -> ValueError:
-        return ValueError(f"{self} has no products of rows grouped by expert")
+        operands = (g_t.payload, x_t.payload, g_t.scale, x_t.scale, offsets)
+        if scales is None:
+            ops.grouped_wgrad_(out, *operands, adds=adds)
+        else:
+            ops.grouped_wgrad_to_fp8_(out, scales, *operands)
 
     def joined(self, parts: Sequence[Quantized], dim: int) -> Quantized:
         """The row layouts of matrices with scales of their own, below each other (`dim` 0) or beside each other (1)."""
@@ -160,6 +180,13 @@ class Format(ABC):
             UnsupportedDeviceError: with what it needs.
         """
 
+    def check_groups(self, device: torch.device) -> None:  # noqa: B027
+        """Refuse a device that has no products of rows grouped by expert in this format.
+
+        Raises:
+            UnsupportedDeviceError: with what to choose.
+        """
+
     def shared_scale(self, operand: Quantized) -> Tensor | None:
         """See `Quantized.shared_scale`."""
         return operand.scale if self.takes_scale else None
@@ -179,7 +206,7 @@ class Quantized:
 
     Attributes:
         payload: FP8 [M, K], or None; [E, N, K] of a layer's experts. payload_t: FP8 [K, M], contiguous, or None.
-        scale: of `payload`; its shape is `Format.scale_shape`, and FP32 [E] of a layer's experts.
+        scale: of `payload`; its shape is `Format.scale_shape`. Of a layer's experts FP32 [E], or of tiles [E, ·, ·].
         scale_t: of `payload_t`; only in formats with more than one scale.
     """
 
@@ -277,10 +304,3 @@ class Quantized:
     ) -> Tensor:
         """This [M, K] · b [N, K]ᵀ + bias [N] in `dtype`, as `multiply_into_`."""
         return self.format.multiply(self, b, dtype, bias=bias, use_fast_accum=use_fast_accum)
-
-
-def stacked(matrices: Sequence[Quantized]) -> Quantized:
-    """The row layouts of a layer's experts, [N, K] each with one scale, as [E, N, K]."""
-    payload = torch.stack([matrix.payload.view(torch.uint8) for matrix in matrices])  # a CPU does not stack FP8
-    format = matrices[0].format
-    return Quantized(payload.view(format.dtype), None, torch.cat([matrix.scale for matrix in matrices]), format)

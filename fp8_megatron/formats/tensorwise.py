@@ -97,18 +97,6 @@ class Tensorwise(Format):
         )
         return Quantized(payload if rowwise else None, payload_t if transposed else None, operand.scale, self)
 
-    def multiply_groups(self, a: Quantized, weight: Quantized, offsets: Tensor) -> Tensor:
-        return ops.grouped_mm(a.payload, weight.payload, a.scale, weight.scale, offsets)
-
-    def write_wgrad_of_groups_(
-        self, out: Tensor, g_t: Quantized, x_t: Quantized, offsets: Tensor, *, scales: Tensor | None, adds: bool
-    ) -> None:
-        operands = (g_t.payload, x_t.payload, g_t.scale, x_t.scale, offsets)
-        if scales is None:
-            ops.grouped_wgrad_(out, *operands, adds=adds)
-        else:
-            ops.grouped_wgrad_to_fp8_(out, scales, *operands)
-
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return (1,)
 

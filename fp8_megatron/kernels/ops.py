@@ -92,11 +92,14 @@ activation_backward_quantize = callable_of(_activation.activation_backward_quant
 
 routed_rows = callable_of(_rows.routed_rows)
 gather_rows = callable_of(_rows.gather_rows)
+gather_blocks = callable_of(_rows.gather_blocks)
 sum_rows = callable_of(_rows.sum_rows)
 expert_activation_amax = callable_of(_expert_activation.expert_activation_amax)
 expert_activation_backward_amax = callable_of(_expert_activation.expert_activation_backward_amax)
 expert_activation_quantize = callable_of(_expert_activation.expert_activation_quantize)
 expert_activation_backward_quantize = callable_of(_expert_activation.expert_activation_backward_quantize)
+expert_activation_quantize_blocks = callable_of(_expert_activation.expert_activation_quantize_blocks)
+expert_activation_backward_quantize_blocks = callable_of(_expert_activation.expert_activation_backward_quantize_blocks)
 
 cross_entropy_statistics = callable_of(_cross_entropy.cross_entropy_statistics)
 cross_entropy_backward_ = callable_of(_cross_entropy.cross_entropy_backward_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,8 +40,8 @@ def compiled_experts(
     groups: Groups,
     token: Tensor,
     bias: Tensor | None,
-    *,
     columns: int,
+    scale_shape: Sequence[int],
     evaluates: bool,
 ) -> Tensor:
     """`fp8_experts` of x BF16 [T, H], with its bits.
@@ -49,9 +50,10 @@ def compiled_experts(
         token: of the experts (`compiled.new_token`).
         bias: fc1's [E, Z], or None.
         columns: Z.
+        scale_shape: of the scales of x's cast (`Format.scale_shape`).
         evaluates: see `CompilableExperts.linear_params`.
     """
-    call = (columns, torch.is_grad_enabled(), evaluates)
+    call = (columns, scale_shape, torch.is_grad_enabled(), evaluates)
     y: Tensor = _Experts.apply(x, probs, *groups, token, bias, *call)
     return y
 
@@ -65,10 +67,11 @@ def _experts(
     token: Tensor,
     bias: Tensor | None,
     columns: int,
+    scale_shape: Sequence[int],
     keeps: bool,
     evaluates: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output [T, H], and what `KeptByExperts` has; empty if not `keeps`."""
+    """The output [T, H], and what `KeptByExperts` has; empty if not `keeps`, or where it has None."""
     layer: CompilableExperts = layer_of(token)
     fc1, fc2 = layer.linear_params(evaluates=evaluates)
     if keeps:
@@ -81,7 +84,8 @@ def _experts(
         return y, x.new_empty(0, dtype=E4M3), wide, x.new_empty(0), wide.clone(), wide.clone()
     assert kept.z is not None
     # The compiler may write to memory that it was given; a delayed scale is not its own.
-    return y, kept.payload, kept.scale.clone(), kept.z, kept.row_probs, kept.hidden_scale.clone()
+    hidden_scale = x.new_empty(0, dtype=torch.float32) if kept.hidden_scale is None else kept.hidden_scale.clone()
+    return y, kept.payload, kept.scale.clone(), kept.z, kept.row_probs, hidden_scale
 
 
 def _fake_experts(
@@ -94,13 +98,13 @@ def _fake_experts(
     bias: Tensor | None,
     *call: Any,
 ) -> tuple[Tensor, ...]:
-    columns, keeps, _ = call
+    columns, scale_shape, keeps, _ = call
     wide, num_rows = torch.float32, source.shape[0]
-    y, one = torch.empty_like(x), (1,) if keeps else (0,)
+    y, one = torch.empty_like(x), (1,) if keeps and len(scale_shape) == 1 else (0,)
     return (
         y,
         x.new_empty(x.shape if keeps else (0,), dtype=E4M3),
-        x.new_empty(one, dtype=wide),
+        x.new_empty(scale_shape if keeps else (0,), dtype=wide),
         x.new_empty((num_rows, columns) if keeps else (0,)),
         x.new_empty((num_rows,) if keeps else (0,), dtype=wide),
         x.new_empty(one, dtype=wide),
@@ -140,7 +144,7 @@ def _experts_backward(
     for linear in (fc1, fc2):
         check_no_hooks(linear.weight)
     needs = [asks and fc1.weight.requires_grad, asks and fc2.weight.requires_grad, bias is not None]
-    kept = KeptByExperts(payload, scale, z, row_probs, hidden_scale)
+    kept = KeptByExperts(payload, scale, z, row_probs, hidden_scale if hidden_scale.numel() else None)
     shape = torch.Size((payload.shape[0], offsets.shape[0] - 1))
     groups = Groups(offsets, source, rows)
     grads = experts_backward(grad_output, kept, groups, fc1, fc2, layer.activation, probs_shape=shape, needs=needs)
@@ -182,7 +186,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         y, *kept = torch.ops.fp8_megatron.experts(x, probs, offsets, source, rows, token, bias, *call)
         ctx.save_for_backward(*kept, offsets, source, rows, token, bias)
-        ctx.columns, _, ctx.evaluates = call
+        ctx.columns, _, _, ctx.evaluates = call
         output: Tensor = y
         return output
 
@@ -196,4 +200,4 @@ class _Experts(torch.autograd.Function):
             grad_output.contiguous(), *others, bias, call, ctx.columns, ctx.evaluates
         )
         grad_of_bias = None if bias is None else grad_bias.to(bias.dtype)
-        return grad_x, grad_probs, None, None, None, grad_token, grad_of_bias, *(None,) * 3
+        return grad_x, grad_probs, None, None, None, grad_token, grad_of_bias, *(None,) * 4

@@ -150,17 +150,17 @@ class KeptByExperts(NamedTuple):
     """What forward keeps for backward beside `Groups`.
 
     Attributes:
-        payload, scale: of the tokens, FP8 [T, H] and FP32 [1].
+        payload, scale: of the tokens, FP8 [T, H] and FP32 of `Format.scale_shape`.
         z: fc1's output, BF16 [R, Z]; None: it is computed again.
         row_probs: FP32 [R].
-        hidden_scale: of fc2's input, FP32 [1].
+        hidden_scale: of fc2's input, FP32 [1]; None: the values give it.
     """
 
     payload: Tensor
     scale: Tensor
     z: Tensor | None
     row_probs: Tensor
-    hidden_scale: Tensor
+    hidden_scale: Tensor | None
 
 
 def experts_forward(
@@ -179,7 +179,7 @@ def experts_forward(
     row_probs = probs_of_rows(probs, groups)
     hidden = fc2.quantizers.input.quantize(ExpertActivationSource(z, row_probs, groups.offsets, activation))
     y = hidden.multiply_groups(weight_operand(fc2), groups.offsets)
-    kept = KeptByExperts(tokens.payload, tokens.scale, None if recomputes else z, row_probs, hidden.scale)
+    kept = KeptByExperts(tokens.payload, tokens.scale, None if recomputes else z, row_probs, hidden.shared_scale)
     del z
     return fc2.parallelism.sum(Computed(ops.sum_rows(y, groups.rows))), kept
 
@@ -293,7 +293,8 @@ def _sums_of_groups(g_t: Quantized, offsets: Tensor, format: Format) -> Tensor:
     device, num_rows = g_t.payload.device, g_t.payload.shape[1]
     ones = torch.ones(FP8_GEMM_MULTIPLE, num_rows, device=device).to(format.dtype)
     sums = torch.empty(len(offsets) - 1, len(g_t.payload), FP8_GEMM_MULTIPLE, device=device)
-    g_t.write_wgrad_of_groups_(sums, Quantized(ones, None, torch.ones(1, device=device), format), offsets)
+    scales = torch.ones(format.scale_shape(*ones.shape), device=device)
+    g_t.write_wgrad_of_groups_(sums, Quantized(ones, None, scales, format), offsets)
     return sums[:, :, 0]
 
 

@@ -28,7 +28,7 @@ from ..formats.format import Format, Quantized
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import AmaxSync, Quantizer
 from .operands import cast_grad
-from .rows import LocalRows, OperandRows, SharedScaleRows, gather_operand
+from .rows import LocalRows, OperandRows, RowsWithScales, SharedScaleRows, gather_operand
 
 
 class Summand(Protocol):
@@ -196,7 +196,7 @@ class SequenceRow(Local):
 
 
 class Exchanged(Local):
-    """Both projections of experts that ranks share, each with other tokens, in one call. Operands have one scale."""
+    """Both projections of experts that ranks share, each with other tokens, in one call."""
 
     group: Group
 
@@ -205,7 +205,9 @@ class Exchanged(Local):
         self.sync = partial(max_over_group_, group=exchange.group)
 
     def gather(self, part: Quantized) -> OperandRows:
-        return SharedScaleRows(self._exchange.send(part.payload), part)
+        if part.format.shares_amax:
+            return SharedScaleRows(self._exchange.send(part.payload), part)
+        return RowsWithScales(self._exchange.send(RowsWithScales.packed(part)), part)
 
     def sum(self, output: Summand, addend: Tensor | None = None) -> Tensor:
         return self._exchange.sum(output.compute()).wait(addend)

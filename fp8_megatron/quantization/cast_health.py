@@ -62,10 +62,12 @@ class CastProbe:
             self._measure_qkv(source, operand)
             return
         step = row_step(*operand.payload.shape)
-        value, payload = _rows(source, step, fused=operand.format.fuses), operand.payload[::step]
+        is_of_experts = isinstance(source, ExpertActivationSource | ExpertActivationGradSource)
+        value = _rows(source, step, fused=operand.format.fuses or is_of_experts)
+        payload, scales = operand.payload[::step], operand.format.row_scales(operand, step)
         if isinstance(source, ExpertActivationSource | ExpertActivationGradSource):
-            value, payload = _without_unwritten(value, payload, step, source.offsets)
-        self.measure(value, payload, operand.format.row_scales(operand, step))
+            value, payload, scales = _without_unwritten(value, payload, scales, step, source.offsets)
+        self.measure(value, payload, scales)
 
     @torch.no_grad()
     def measure_weight(self, weight: Tensor, operand: Quantized) -> None:
@@ -113,11 +115,13 @@ class CastProbe:
         self.measure(value, payload.view(operand.payload.dtype), scales)
 
 
-def _without_unwritten(value: Tensor, payload: Tensor, step: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Zeros in every `step`-th row behind the last expert's, where nobody has written."""
+def _without_unwritten(
+    value: Tensor, payload: Tensor, scales: Tensor, step: int, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros, with the scale 1, in every `step`-th row behind the last expert's, where nobody has written."""
     is_written = (torch.arange(0, len(value) * step, step, device=value.device) < offsets[-1])[:, None]
     codes = torch.where(is_written, payload.view(torch.uint8), 0)
-    return torch.where(is_written, value, 0.0), codes.view(payload.dtype)
+    return torch.where(is_written, value, 0.0), codes.view(payload.dtype), torch.where(is_written, scales, 1.0)
 
 
 def row_step(rows: int, columns: int) -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import E4M3, FP8_DTYPES
-from ..formats.format import Format, Quantized, stacked
+from ..formats.format import Format, Quantized
 from ..kernels import ops
 from . import scaled_functions
 from .value_view import Decoded
@@ -192,14 +192,10 @@ class ScaledTensor(Decoded):
                 payload = ops.quantize_weight(weight, self._scale, scale, E4M3, transposed=transposed)
                 return Quantized(payload, None, scale, format)
         value = self.dequantize()
-        matrices = value if value.ndim == 3 else value[None]
-        scales = [None] * len(matrices) if scale is None else scale.split(1)
-        casts = [
-            format.cast(matrix, own, rowwise=not transposed, transposed=transposed)
-            for matrix, own in zip(matrices, scales, strict=True)
-        ]
-        casts = [cast.t for cast in casts] if transposed else casts
-        return casts[0] if value.ndim == 2 else stacked(casts)
+        if value.ndim == 3:
+            return format.cast_matrices(value, scale, transposed=transposed)
+        cast = format.cast(value, scale, rowwise=not transposed, transposed=transposed)
+        return cast.t if transposed else cast
 
     def rows(self, rows: slice) -> ScaledTensor:
         """A view of whole rows for GEMMs, without a `main_grad`. Its cast takes the whole weight's scale."""

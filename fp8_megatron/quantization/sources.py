@@ -289,6 +289,10 @@ class ExpertActivationSource:
         return ops.expert_activation_amax(self.z, self.probs, self.offsets, self.activation)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
+        if not format.takes_scale:
+            operands = (self.z, self.probs, self.offsets, self.activation, format.dtype)
+            payload, scales = ops.expert_activation_quantize_blocks(*operands, power_of_two=format.power_of_two)
+            return Quantized(payload, None, scales, format)
         payload, taken = ops.expert_activation_quantize(
             self.z,
             self.probs,
@@ -306,13 +310,14 @@ class ExpertActivationSource:
 class ExpertActivationGradSource:
     """The gradient of `ExpertActivationSource`'s z, from the gradient [R, F] of its weighted activation.
 
-    The weighted activation is cast again for the weight gradient, with the scale of the first cast, FP32 [1].
+    The weighted activation is cast again for the weight gradient. Its scale is that of the first cast, FP32 [1], or
+    None if the values give it; then its format is that of the gradient.
     """
 
     grad: Tensor
     forward: ExpertActivationSource
     activation_format: Format
-    activation_scale: Tensor
+    activation_scale: Tensor | None
 
     @property
     def offsets(self) -> Tensor:
@@ -324,6 +329,8 @@ class ExpertActivationGradSource:
         return ops.expert_activation_backward_amax(self.grad, z, probs, offsets, function)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastExpertGrad:
+        if self.activation_scale is None:
+            return self._quantize_blocks(format)
         payload, payload_t, activation_t, grad_probs, taken = ops.expert_activation_backward_quantize(
             self.grad,
             *self._operands(),
@@ -339,6 +346,16 @@ class ExpertActivationGradSource:
             Quantized(None, activation_t, self.activation_scale, self.activation_format),
             grad_probs,
         )
+
+    def _quantize_blocks(self, format: Format) -> CastExpertGrad:
+        assert self.activation_format == format, (self.activation_format, format)
+        payload, scales, payload_t, scales_t, activation_t, its_scales, grad_probs = (
+            ops.expert_activation_backward_quantize_blocks(
+                self.grad, *self._operands(), format.dtype, power_of_two=format.power_of_two
+            )
+        )
+        operand = Quantized(payload, payload_t, scales, format, scales_t)
+        return CastExpertGrad(operand, Quantized(None, activation_t, its_scales, format, its_scales), grad_probs)
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor, Activation]:
         forward = self.forward

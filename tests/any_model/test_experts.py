@@ -59,8 +59,16 @@ def build(name: str, **own: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(CONFIGS[name](**own))
 
 
+#: Sizes of whole blocks.
+_BLOCKS = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+
+
+def sizes(recipe: Any) -> dict[str, int]:
+    return _BLOCKS if recipe == "blockwise" else {}
+
+
 def start(name: str, level: str = "O2", recipe: Any = "tensorwise") -> tuple[Any, Any]:
-    model = build(name)
+    model = build(name, **sizes(recipe))
     return fp8_megatron.initialize(model, torch.optim.AdamW(model.parameters(), lr=2e-3), level, recipe=recipe)
 
 
@@ -93,10 +101,12 @@ def experts_of(model: Any) -> list[Any]:
         ("mixtral", "O3", "delayed"),
         ("deepseek", "O1", "tensorwise"),
         ("gpt_oss", "O2", "tensorwise"),
+        ("qwen3", "O3", "blockwise"),
+        ("gpt_oss", "O2", "blockwise"),
     ],
 )
 def test_they_train_as_in_bf16(name: str, level: str, recipe: str) -> None:
-    plain = build(name)
+    plain = build(name, **sizes(recipe))
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=2e-3), range(10))
     model, optimizer = start(name, level, recipe)
     assert all(isinstance(one, FP8Experts) for one in experts_of(model))
@@ -200,7 +210,9 @@ def test_frozen_experts_and_recomputing() -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("qwen3", "delayed"), ("gpt_oss", "tensorwise")])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("qwen3", "delayed"), ("gpt_oss", "tensorwise"), ("gpt_oss", "blockwise")]
+)
 def test_they_are_part_of_a_compiled_graph(name: str, recipe: str) -> None:
     model, optimizer = start(name, recipe=recipe)
     compiled, its_optimizer = start(name, recipe=recipe)
@@ -293,6 +305,6 @@ def test_a_line_says_what_of_transformers_stays() -> None:
     replace_linears(model)
     assert "Qwen3MoeExperts, because its forward is not" in str(report(model))
     model = build("qwen3")
-    replace_linears(model, recipe="blockwise", filter=lambda name, _: "layers.0" in name)
+    replace_linears(model, recipe="mxfp8", filter=lambda name, _: "layers.0" in name)
     text = str(report(model))
-    assert "because recipe 'blockwise' has no" in text and "because the filter refuses it" in text
+    assert "because recipe 'mxfp8' has no" in text and "because the filter refuses it" in text

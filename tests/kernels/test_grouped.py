@@ -86,6 +86,61 @@ def test_rows_are_gathered_and_summed(dtype: torch.dtype) -> None:
         assert torch.equal(total[token], expected.bfloat16())
 
 
+@pytest.mark.parametrize("routed", KINDS)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rows_and_scales_of_blocks_are_gathered(routed: str, power_of_two: bool) -> None:
+    """Each row has its token's bits and scales. Blocks of the transpose are cast again: under powers of two without
+    rounding again, but for what becomes subnormal."""
+    offsets, source, _ = ops.routed_rows(routing(routed), ops.most_rows(TOKENS, TOP_K, EXPERTS), TOP_K)
+    end, has_token = int(offsets[-1]), source >= 0
+    sizes = 2.0 ** torch.randint(-3, 4, (304, 1), generator=torch.Generator().manual_seed(5))
+    x = normal(304, 256, seed=1) * sizes
+    payload, scales, *_ = ops.quantize_blocks(x, E4M3, power_of_two=power_of_two)
+    packed = torch.cat([payload.view(torch.uint8), torch.zeros(304, 16, dtype=torch.uint8)], dim=1)
+    strided = packed[:, :256].view(E4M3), scales.t().contiguous().t()  # as ranks send them
+    found = ops.gather_blocks(payload, scales, source, EXPERTS, offsets, transposed=True, power_of_two=power_of_two)
+    again = ops.gather_blocks(*strided, source, EXPERTS, offsets, transposed=True, power_of_two=power_of_two)
+    assert all(map(torch.equal, *([one.view(torch.uint8) for one in all_four] for all_four in (found, again))))
+    token = source.clamp(min=0).long() // EXPERTS
+    assert torch.equal(found[0].float(), torch.where(has_token[:, None], payload.float()[token], 0.0))
+    assert torch.equal(found[1], torch.where(has_token, scales[:, token], 1.0))
+    values = ops.dequantize_blocks(*found[:2])[:end].double()
+    columns = ops.dequantize_blocks(*found[2:]).t()[:end].double()
+    if power_of_two:
+        smallest = found[3].repeat_interleave(GROUP_ROWS, dim=0)[:end] * 2.0**-6
+        assert torch.equal(columns[values.abs() >= smallest], values[values.abs() >= smallest])
+    assert end == 0 or snr_db(columns, values) > (50.0 if power_of_two else E4M3_DB)
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu", "squared_relu"])
+@pytest.mark.parametrize("routed", KINDS)
+def test_activation_of_experts_in_blocks(kind: str, routed: str) -> None:
+    function, width = Activation(kind), 256
+    offsets, source, _ = ops.routed_rows(routing(routed), ops.most_rows(TOKENS, TOP_K, EXPERTS), TOP_K)
+    end, num_rows, has_token = int(offsets[-1]), len(source), (source >= 0)[:, None]
+    probs = torch.where(source < 0, 0.0, torch.rand(num_rows, generator=torch.Generator().manual_seed(3)))
+    z = torch.where(has_token, normal(num_rows, width * function.row.num_inputs, seed=1, size=3.0), 0.0)
+    grad = torch.where(has_token, normal(num_rows, width, seed=2, size=1e-4), 0.0)
+    leaves = z.double().requires_grad_(), probs.double().requires_grad_()
+    exact = leaves[1][:, None] * double_activation(leaves[0], function)
+    exact.backward(grad.double())
+    exact, (exact_z, exact_probs) = exact.detach(), (leaf.grad for leaf in leaves)
+    z[end:], grad[end:], probs[end:] = torch.nan, torch.inf, torch.nan  # nobody reads them
+
+    payload, scales = ops.expert_activation_quantize_blocks(z, probs, offsets, function, E4M3, power_of_two=True)
+    *layouts, grad_probs = ops.expert_activation_backward_quantize_blocks(
+        grad, z, probs, offsets, function, E4M3, power_of_two=True
+    )
+    found = ops.dequantize_blocks(payload, scales), *map(ops.dequantize_blocks, layouts[::2], layouts[1::2])
+    for values, expected in zip(found, (exact, exact_z, exact_z.t(), exact.t()), strict=True):
+        rows = slice(end) if len(values) == num_rows else (slice(None), slice(end))
+        assert values.shape == expected.shape
+        assert end == 0 or snr_db(values[rows], expected[rows]) > E4M3_DB
+    assert end == 0 or snr_db(grad_probs[:end], exact_probs[:end]) > FP32_DB
+    for one in (scales, layouts[1]):
+        assert (torch.frexp(one[:, :end]).mantissa == 0.5).all()
+
+
 @pytest.mark.parametrize("kind", ["swiglu", "quick_geglu", "gelu", "gelu_erf", "squared_relu"])
 @pytest.mark.parametrize("routed", KINDS)
 def test_activation_of_experts(kind: str, routed: str) -> None:

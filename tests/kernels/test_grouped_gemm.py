@@ -42,24 +42,57 @@ def test_products(device: str, counts: list[int], n: int, k: int) -> None:
         assert_near(out[start:stop], exact, ROUNDING[torch.bfloat16])
 
 
+@pytest.mark.parametrize("device", DEVICES[:1])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (384, 640)])
+def test_products_of_blocks(device: str, counts: list[int], n: int, k: int) -> None:
+    """Neighbouring blocks and tiles are of very different sizes."""
+    torch.manual_seed(0)
+    offsets, is_row = groups(counts)
+    a, b = (torch.randn(len(is_row), k) * is_row[:, None]).to(E4M3), torch.randn(len(counts), n, k).to(E4M3)
+    scale_a, tiles = random_scales(k // 128, len(is_row)), random_scales(len(counts), n // 128, k // 128)
+    exact_a, exact_b = of_blocks(a, scale_a), b.double() * wide(wide(tiles, 1), 2)
+    padded = torch.nn.functional.pad(tiles, (0, 3), value=torch.nan)
+    for scale_b in (padded, padded.mT.contiguous().mT):  # of a weight, and of its transpose
+        out = ops.grouped_mm(*(tensor.to(device) for tensor in (a, b, scale_a, scale_b, offsets))).cpu()
+        for e, (start, stop) in enumerate(pairwise(offsets)):
+            assert_near(out[start:stop], exact_a[start:stop] @ exact_b[e].t(), ROUNDING[torch.bfloat16])
+
+
+def random_scales(*shape: int) -> Tensor:
+    return 2.0 ** torch.randint(-6, 7, shape) * (1 + torch.rand(shape))
+
+
+def wide(scales: Tensor, dim: int) -> Tensor:
+    return scales.double().repeat_interleave(128, dim=dim)
+
+
+def of_blocks(payload: Tensor, scales: Tensor) -> Tensor:
+    """In float64."""
+    return payload.double() * wide(scales.t(), 1)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("has_blocks", [False, True], ids=["tensors", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, E4M3], ids=str)
-def test_weight_gradients(device: str, counts: list[int], dtype: torch.dtype) -> None:
+def test_weight_gradients(device: str, counts: list[int], dtype: torch.dtype, has_blocks: bool) -> None:
+    if has_blocks and device == "cuda":
+        pytest.skip("blocks run on CPUs alone")
     torch.manual_seed(0)
     n, k = 48, 256
     offsets, is_row = groups(counts)
-    g_t = (torch.randn(n, len(is_row)) * is_row).to(E5M2)
+    g_t = (torch.randn(n, len(is_row)) * is_row).to(E4M3 if has_blocks else E5M2)
     x_t = (torch.randn(k, len(is_row)) * is_row).to(E4M3)
-    scales = torch.rand(2, 1)
+    if has_blocks:
+        scales = [random_scales(len(is_row) // 128, size) for size in (n, k)]
+        g, x = (of_blocks(payload, own) for payload, own in zip((g_t, x_t), scales, strict=True))
+    else:
+        scales = [*torch.rand(2, 1)]
+        g, x = (payload.double() * own.double() for payload, own in zip((g_t, x_t), scales, strict=True))
     before = torch.randn(len(counts), n, k).to(torch.float32 if dtype is E4M3 else dtype)
     operands = [tensor.to(device) for tensor in (g_t, x_t, *scales, offsets)]
-    exact = torch.stack(
-        [
-            g_t[:, start:stop].double() @ x_t[:, start:stop].double().t() * scales.double().prod()
-            for start, stop in pairwise(offsets)
-        ]
-    )
+    exact = torch.stack([g[:, start:stop] @ x[:, start:stop].t() for start, stop in pairwise(offsets)])
     if dtype is E4M3:
         out = torch.full(before.shape, 7.0, device=device).to(E4M3)
         block_scales = torch.empty(out.numel() // 128, device=device)

@@ -143,6 +143,11 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (_fp8(T, K, E5M2), source, 3, offsets, False, True),
             (x, source, 3, offsets, True, False),
         ],
+        "gather_blocks": [
+            (_fp8(T, 128), torch.rand(1, T), source, 3, offsets, True, True, True),
+            (_fp8(T, 144)[:, :128], torch.rand(T, 4)[:, :1].t(), source, 3, offsets, False, True, False),
+            (_fp8(T, 256, E5M2), torch.rand(2, T), source, 3, offsets, True, False, False),
+        ],
         "sum_rows": [(of_experts, rows_of_tokens)],
         "expert_activation_amax": [(*gated, Activation("swiglu")), (*plain_experts, Activation("squared_relu"))],
         "expert_activation_backward_amax": [
@@ -158,6 +163,22 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (grad_of_experts, *gated, Activation("swiglu"), E5M2, None, True, None, E4M3, scale),
             (grad_of_experts, *plain_experts, Activation("squared_relu"), E5M2, scale, False, amax, E4M3, scale),
             (grad_of_experts, *gated, Activation("quick_geglu"), E5M2, scale, False, torch.zeros(3), E4M3, scale),
+        ],
+        "expert_activation_quantize_blocks": [
+            (torch.randn(3 * 128, 256).bfloat16(), probs, offsets, Activation("swiglu"), E4M3, True),
+            (torch.randn(3 * 128, 128).bfloat16(), probs, offsets, Activation("gelu"), E4M3, False),
+        ],
+        "expert_activation_backward_quantize_blocks": [
+            (
+                torch.randn(3 * 128, 128).bfloat16(),
+                torch.randn(3 * 128, width).bfloat16(),
+                probs,
+                offsets,
+                kind,
+                E4M3,
+                True,
+            )
+            for kind, width in ((Activation("swiglu"), 256), (Activation("squared_relu"), 128))
         ],
         "cross_entropy_statistics": [(x, labels, 0, K), (x, labels, 3, 0)],
         "cross_entropy_backward_": [(x.clone(), labels, vector, vector, 2, K - 3)],
@@ -190,7 +211,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
                 scale,
                 one,
                 groups,
-            )
+            ),
         ],
         "fp8_attention": [(attention, scale.reciprocal(), 0.125)],
         "fp8_attention_backward": [

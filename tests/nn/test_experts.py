@@ -1,7 +1,7 @@
 """Experts in FP8 and in 16 bits against float64: values and every gradient.
 
 Noise adds up along the path as in `test_fused`: fprop has two E4M3 operands a GEMM (28.5 dB each), dgrad and wgrad an
-E5M2 and an E4M3 one (24.5 dB).
+E5M2 and an E4M3 one (24.5 dB). In blocks all are E4M3.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from fp8_megatron.nn.parallelism import Exchanged
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
+from fp8_megatron.storage import RecipeName
 from tests.harness.main_grad import KeptGrads
 from tests.harness.ranks import RankPool, on_default_group
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 96, 128, 64, 6, 2
+TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 96, 256, 128, 6, 2
+RECIPES = ["tensorwise", "blockwise"]
 GATED = {"swiglu": 2, "gelu": 1}
 _ACTIVATIONS = {
     "swiglu": lambda z: torch.nn.functional.silu(z.chunk(2, dim=-1)[0]) * z.chunk(2, dim=-1)[1],
@@ -64,22 +66,23 @@ def weights(activation: str) -> tuple[Tensor, Tensor]:
     return torch.randn(EXPERTS, GATED[activation] * FFN, HIDDEN) * 0.1, torch.randn(EXPERTS, HIDDEN, FFN) * 0.1
 
 
-def fp8_layer(value: Tensor, device: str) -> tuple[LinearParams, Tensor]:
+def fp8_layer(value: Tensor, device: str, recipe: RecipeName = "tensorwise") -> tuple[LinearParams, Tensor]:
     """A layer with FP8 weights, and their values."""
     scale = value.abs().amax(dim=(1, 2)) / 448.0
     payload = (value / scale[:, None, None]).to(E4M3)
     weight = ScaledTensor(payload.to(device), scale.to(device)).requires_grad_()
     weight.main_grad = KeptGrads()  # type: ignore[attr-defined]
-    quantizers = Recipe("tensorwise", power_of_two=False).expert_quantizers()
+    quantizers = Recipe(recipe, power_of_two=False).expert_quantizers()
     return LinearParams(weight, None, quantizers), payload.double() * scale.double()[:, None, None]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("activation", list(GATED))
-def test_fp8_experts(device: str, activation: str, crowded: bool) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_experts(device: str, activation: str, crowded: bool, recipe: RecipeName) -> None:
     probs, chosen = routing(crowded=crowded)
-    (fc1, value1), (fc2, value2) = (fp8_layer(value, device) for value in weights(activation))
+    (fc1, value1), (fc2, value2) = (fp8_layer(value, device, recipe) for value in weights(activation))
     torch.manual_seed(3)
     x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
     wanted = [each.double().requires_grad_() for each in (x, probs, value1, value2)]
@@ -93,18 +96,21 @@ def test_fp8_experts(device: str, activation: str, crowded: bool) -> None:
     output.backward(grad.to(device))
     assert snr_db(output.cpu(), expected) > 23.5
     assert (output[5] == 0).all() and own_x.grad is not None and (own_x.grad[5] == 0).all()
-    assert snr_db(own_x.grad.cpu(), wanted[0].grad) > 19.0
+    of_x, of_probs, of_fc1, of_fc2 = (24.5,) * 4 if recipe == "blockwise" else (19.0, 19.0, 18.0, 20.0)
+    assert snr_db(own_x.grad.cpu(), wanted[0].grad) > of_x
     assert own_probs.grad is not None
-    assert snr_db(own_probs.grad.cpu()[chosen], wanted[1].grad[chosen]) > 19.0
+    assert snr_db(own_probs.grad.cpu()[chosen], wanted[1].grad[chosen]) > of_probs
     assert (own_probs.grad.cpu()[~chosen] == 0).all()
-    for layer, gradient, bound in ((fc1, wanted[2].grad, 18.0), (fc2, wanted[3].grad, 20.0)):
+    for layer, gradient, bound in ((fc1, wanted[2].grad, of_fc1), (fc2, wanted[3].grad, of_fc2)):
         (found,) = layer.weight.main_grad.grads  # type: ignore[attr-defined]
         assert snr_db(found.cpu(), gradient) > bound
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("is_fp8", "crowded"), [(True, False), (False, False), (False, True)])
-def test_biases(device: str, is_fp8: bool, crowded: bool) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "crowded"), [("tensorwise", False), ("blockwise", True), (None, False), (None, True)]
+)
+def test_biases(device: str, recipe: RecipeName | None, crowded: bool) -> None:
     """Their gradients are sums of 32 rows' gradients, of which FP8 rounds fc1's to E5M2. In 16 bits noise is that of
     `test_experts_in_16_bits`."""
     probs, chosen = routing(crowded=crowded)
@@ -114,8 +120,8 @@ def test_biases(device: str, is_fp8: bool, crowded: bool) -> None:
     x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
     own_x, own_probs = (each.to(device, copy=True).requires_grad_() for each in (x, probs))
     groups = grouped_by_expert(chosen.to(device), TOP_K)
-    if is_fp8:
-        (fc1, value1), (fc2, value2) = (fp8_layer(value, device) for value in weights("swiglu"))
+    if recipe is not None:
+        (fc1, value1), (fc2, value2) = (fp8_layer(value, device, recipe) for value in weights("swiglu"))
         fc1 = fc1._replace(bias=own[0])
         output = fp8_experts(own_x, own_probs, groups, fc1, fc2, Activation("swiglu"))
         bounds = (23.5, 19.0, 19.0, 19.0, 40.0)
@@ -161,28 +167,29 @@ def test_experts_in_16_bits(device: str, activation: str) -> None:
         assert snr_db(found.grad.cpu()[kept], reference.grad[kept]) > 43.0
 
 
-def _of_rank(value: Tensor, rank: int) -> Tensor:
-    return value.chunk(2)[rank].contiguous()
-
-
-def _on_two_ranks(
-    group: torch.distributed.ProcessGroup, *, crowded: bool, is_fp8: bool, gathers: bool, recomputes: bool
+def _on_ranks(
+    group: torch.distributed.ProcessGroup, *, crowded: bool, recipe: RecipeName | None, gathers: bool, recomputes: bool
 ) -> list[Tensor]:
-    """Of this rank's half of the tokens the output and gradients, and the gradients of its half of the weights."""
-    rank, activation = group.rank(), Activation("swiglu")
+    """Of this rank's part of the tokens the output and gradients, and the gradients of its part of the weights."""
+    activation = Activation("swiglu")
     all_probs, all_chosen = routing(crowded=crowded)
-    chosen = _of_rank(all_chosen, rank)
     torch.manual_seed(3)
-    tensors = (torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16(), all_probs)
-    x, grad, probs = (_of_rank(value, rank) for value in tensors)
+    tensors = (torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16(), all_probs, all_chosen)
+    num_ranks = group.size()
+
+    def own_part(value: Tensor) -> Tensor:
+        return value.chunk(num_ranks)[group.rank()].contiguous()
+
+    x, grad, probs, chosen = map(own_part, tensors)
     x.requires_grad_()
     probs.requires_grad_()
-    exchange: TokenExchange = AllGather(group, 2) if gathers else AllToAll(chosen, group, 2, TOP_K)
+    exchange: TokenExchange = AllGather(group, num_ranks) if gathers else AllToAll(chosen, group, num_ranks, TOP_K)
     received_probs, received = exchange_choices(probs, chosen, exchange)
     groups = grouped_by_expert(received, TOP_K, None, exchange.num_routed)
-    own = [_of_rank(value, rank) for value in weights("swiglu")]
-    if is_fp8:
-        fc1, fc2 = (fp8_layer(value, "cpu")[0]._replace(parallelism=Exchanged(exchange)) for value in own)
+    own = [own_part(value) for value in weights("swiglu")]
+    if recipe is not None:
+        parallelism = Exchanged(exchange)
+        fc1, fc2 = (fp8_layer(value, "cpu", recipe)[0]._replace(parallelism=parallelism) for value in own)
         output = fp8_experts(x, received_probs, groups, fc1, fc2, activation, recomputes=recomputes)
         output.backward(grad)
         of_weights = [layer.weight.main_grad.grads[0] for layer in (fc1, fc2)]  # type: ignore[attr-defined]
@@ -197,10 +204,12 @@ def _on_two_ranks(
     return [output.detach(), x.grad, probs.grad, *of_weights]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("crowded", [False, True])
-def test_two_ranks_with_half_of_the_experts_each(ranks: RankPool, crowded: bool, is_fp8: bool) -> None:
-    """`crowded`: all tokens go to the first rank. A sum has two terms, so both exchanges have the same bits."""
+def test_two_ranks_with_half_of_the_experts_each(ranks: RankPool, crowded: bool, recipe: RecipeName | None) -> None:
+    """`crowded`: all tokens go to the first rank. A sum has two terms, so both exchanges have the same bits. So has
+    one rank, but under tensorwise, where each rank's activations have a scale of their own."""
+    is_fp8 = recipe is not None
     probs, chosen = routing(crowded=crowded)
     torch.manual_seed(3)
     x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
@@ -209,7 +218,7 @@ def test_two_ranks_with_half_of_the_experts_each(ranks: RankPool, crowded: bool,
     expected = exact(*wanted, "swiglu")
     expected.backward(grad.double())
 
-    call = partial(_on_two_ranks, crowded=crowded, is_fp8=is_fp8)
+    call = partial(_on_ranks, crowded=crowded, recipe=recipe)
     found, gathered, recomputed = (
         ranks.run(on_default_group, partial(call, gathers=gathers, recomputes=recomputes), num_ranks=2)
         for gathers, recomputes in ((False, False), (True, False), (False, True))
@@ -217,6 +226,8 @@ def test_two_ranks_with_half_of_the_experts_each(ranks: RankPool, crowded: bool,
     for own, *others in zip(found, gathered, recomputed, strict=True):
         assert all(torch.equal(*pair) for other in others for pair in zip(own, other, strict=True))
     output, *grads = (torch.cat(parts) for parts in zip(*found, strict=True))
+    (alone,) = ranks.run(on_default_group, partial(call, gathers=True, recomputes=False), num_ranks=1)
+    assert recipe == "tensorwise" or all(map(torch.equal, (output, *grads), alone))
     bounds = (19.0, 19.0, 18.0, 20.0) if is_fp8 else (43.0,) * 4
     assert snr_db(output, expected) > (23.5 if is_fp8 else 45.0)
     for found_grad, reference, bound in zip(grads, wanted, bounds, strict=True):
@@ -226,8 +237,8 @@ def test_two_ranks_with_half_of_the_experts_each(ranks: RankPool, crowded: bool,
         assert found_grad.isfinite().all()
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_recomputed_experts_keep_less_and_have_the_same_gradients(is_fp8: bool) -> None:
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_recomputed_experts_keep_less_and_have_the_same_gradients(recipe: RecipeName | None) -> None:
     probs, chosen = routing(crowded=False)
     torch.manual_seed(3)
     x, grad = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
@@ -242,14 +253,14 @@ def test_recomputed_experts_keep_less_and_have_the_same_gradients(is_fp8: bool) 
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            if is_fp8:
-                fc1, fc2 = (fp8_layer(value, "cpu")[0] for value in weights("swiglu"))
+            if recipe is not None:
+                fc1, fc2 = (fp8_layer(value, "cpu", recipe)[0] for value in weights("swiglu"))
                 output = fp8_experts(own_x, own_probs, groups, fc1, fc2, Activation("swiglu"), recomputes=recomputes)
             else:
                 own = [value.bfloat16().requires_grad_() for value in weights("swiglu")]
                 output = experts(own_x, own_probs, groups, *own, Activation("swiglu"), recomputes_activation=recomputes)
         output.backward(grad)
-        if is_fp8:
+        if recipe is not None:
             of_weights = [layer.weight.main_grad.grads[0] for layer in (fc1, fc2)]  # type: ignore[attr-defined]
         else:
             of_weights = [weight.grad for weight in own]
@@ -258,7 +269,7 @@ def test_recomputed_experts_keep_less_and_have_the_same_gradients(is_fp8: bool) 
     (expected, most), (found, fewer) = (gradients(recomputes=again) for again in (False, True))
     assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
     rows = len(groups.source)
-    if is_fp8:  # fc1's output
+    if recipe is not None:  # fc1's output
         assert most - fewer == rows * 2 * 2 * FFN
     else:  # in FP32 its two halves, the factors and the product; in 16 bits fc2's input
         assert most - fewer >= rows * (4 * 4 + 2) * FFN - rows * 2 * 2 * FFN

@@ -80,6 +80,8 @@ PRECISIONS = {
     "O2": PrecisionConfig(opt_level="O2"),
     "O3": PrecisionConfig(fp8_recipe="tensorwise"),
     "delayed": PrecisionConfig(fp8_recipe="delayed"),
+    "blockwise": PrecisionConfig(fp8_recipe="blockwise"),
+    "blockwise_O2": PrecisionConfig(fp8_recipe="blockwise", opt_level="O2"),
 }
 BATCHES = random_batches(1, 4).expand(4, -1, -1, -1)
 
@@ -93,7 +95,7 @@ def trained(
         MODELS[model],
         PRECISIONS[precision],
         {1: "one", 2: "dp2", 4: "tp2_sp_pp2"}[num_ranks],
-        BATCHES,
+        random_batches(1, 4, seq_length=128).expand(4, -1, -1, -1) if model == "blocks" else BATCHES,
         parallel=parallel,
         optimizer=tiny_optimizer(lr=5e-4),
         **training,
@@ -101,6 +103,14 @@ def trained(
     return run_
 
 
+#: Half of every size and of a micro-batch is a whole number of blocks.
+MODELS["blocks"] = replace(
+    MODEL,
+    **dict.fromkeys(("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size"), 256),  # type: ignore[arg-type]
+    moe_shared_expert_intermediate_size=256,
+    num_query_groups=4,
+    seq_length=128,
+)
 MODELS["dropping"] = replace(MODEL, moe_expert_capacity_factor=1.0)
 CASES = [
     ("gpt_oss", "bf16"),
@@ -109,6 +119,8 @@ CASES = [
     ("softmax", "O3"),
     ("sigmoid", "delayed"),
     ("sigmoid", "O2"),
+    ("blocks", "blockwise"),
+    ("blocks", "blockwise_O2"),
 ]
 #: With biases experts are whole, and windows take whole sequences.
 NOT_WITH_BIASES = {"tp2", *(name + sent for name in ("tp2_ep2", "cp2_ep2") for sent in ("", "_alltoall"))}
@@ -119,6 +131,7 @@ USUAL = {
     ("softmax", "bf16", "ep2"),
     ("softmax", "O3", "ep2"),
     ("sigmoid", "delayed", "tp2_experts_of_ranks_alltoall"),
+    ("blocks", "blockwise", "ep2_alltoall"),
 }
 
 
@@ -189,6 +202,7 @@ RECOMPUTED = [
     ("softmax", "bf16", "one", ("moe",)),
     ("softmax", "bf16", "ep2_alltoall", ("moe_act", "shared_experts")),
     ("softmax", "delayed", "tp2", ("shared_experts",)),
+    ("blocks", "blockwise", "ep2", ("moe",)),
 ]
 
 

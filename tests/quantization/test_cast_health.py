@@ -24,6 +24,8 @@ from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe
 from fp8_megatron.quantization.sources import (
     ActivationGradSource,
     ActivationSource,
+    ExpertActivationGradSource,
+    ExpertActivationSource,
     GradSource,
     NormSource,
     QKVGradSource,
@@ -99,6 +101,32 @@ def restored(operand: Quantized) -> tuple[Tensor, Tensor]:
     elif isinstance(operand.format, MXFP8):
         scale = scale.repeat_interleave(32, dim=1)
     return operand.payload.double() * scale, scale.expand(operand.payload.shape)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("is_grad", [False, True])
+def test_rows_of_no_expert_are_not_measured(recipe: RecipeName, is_grad: bool) -> None:
+    """Nobody writes their payloads and scales."""
+    made = Recipe(recipe, False, has_probes=True).expert_quantizers()
+    z, probs, offsets = drawn(256, 2 * K, seed=3), torch.rand(256), torch.tensor([0, 128, 128]).int()
+    forward = ExpertActivationSource(z, probs, offsets, Activation("swiglu"))
+    source, quantizer, size = forward, made.input, K
+    if is_grad:
+        scale = torch.ones(1) if recipe == "tensorwise" else None
+        source = ExpertActivationGradSource(drawn(256, K), forward, made.input.format, scale)  # type: ignore[assignment]
+        quantizer, size = made.grad_output, 2 * K
+    cast = quantizer.quantize(source)
+    operand = cast if isinstance(cast, Quantized) else cast.operand
+    operand.payload.view(torch.uint8)[128:] = 0x7F
+    if recipe == "blockwise":
+        operand.scale[:, 128:] = torch.nan
+    assert quantizer.probe is not None
+    quantizer.probe.statistics = torch.zeros(ops.NUM_STATISTICS, dtype=double)
+    quantizer.probe.measure_source(source, cast)
+    found = quantizer.probe.statistics
+    assert found[Statistic.COUNT] == 256 * size and found[Statistic.NON_FINITE] == 0
+    noise = 10 * torch.log10(found[Statistic.SQUARES] / found[Statistic.ERRORS])
+    assert noise > (24.0 if is_grad and recipe == "tensorwise" else 30.0)
 
 
 @pytest.mark.parametrize("sampled_elements", [1 << 21, 1 << 12])

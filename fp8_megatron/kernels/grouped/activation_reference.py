@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ...activation_functions import KINDS, Activation
-from ...dtypes import FP8_DTYPES, GROUP_ROWS
+from ...dtypes import FP8_DTYPES, GEMM_BLOCK, GROUP_ROWS
 from ..activation.reference import activated, grad_of_input
+from ..quantize.blocks import block_scales_shape, quantize_blocks
 from ..quantize.reference import quantize_with_or_without_scale
 from ..reference import amax, encode
 from ..registration import operator
@@ -149,3 +150,89 @@ def expert_activation_backward_quantize(
     activation_t = encode(_values(z, probs, activation), activation_scale, activation_dtype).t().contiguous()
     grad_probs = (grad.float() * activated(z, activation)).sum(dim=1)
     return payload, payload.t().contiguous(), activation_t, grad_probs, taken
+
+
+def _check_width(activation: Activation, z: Tensor, probs: Tensor, dtype: torch.dtype) -> None:
+    _check_activation(z, probs, activation)
+    assert dtype in FP8_DTYPES, dtype
+    width = z.shape[1] // activation.row.num_inputs
+    if width % GEMM_BLOCK:
+        raise ValueError(f"an expert's activation in blocks has a multiple of {GEMM_BLOCK} columns, not {width}")
+
+
+def _check_width_of_grad(grad: Tensor, z: Tensor, probs: Tensor, activation: Activation, dtype: torch.dtype) -> None:
+    _check_grad(grad, z, probs, activation)
+    _check_width(activation, z, probs, dtype)
+
+
+def _blocks(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return like.new_empty((rows, columns), dtype=dtype), fp32(like, *block_scales_shape(rows, columns))
+
+
+@operator(
+    gpu=None,
+    fake=lambda z, activation, dtype: _blocks(z, len(z), z.shape[1] // activation.row.num_inputs, dtype),
+    check=_check_width,
+)
+def expert_activation_quantize_blocks(
+    z: Tensor,
+    probs: Tensor,
+    offsets: Tensor,
+    activation: Activation,
+    dtype: torch.dtype,
+    *,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`expert_activation_quantize` with a scale for each block of 128 along a row.
+
+    Returns:
+        payload [R, F], F a multiple of 128; its scales FP32 [F / 128, R], in the layout of `quantize.blocks`.
+    """
+    values = _written(_values(z, probs, activation), offsets)
+    payload, scales, *_ = quantize_blocks(values, dtype, power_of_two=power_of_two)
+    return payload, scales
+
+
+@operator(
+    gpu=None,
+    fake=lambda grad, z, dtype: (
+        *_blocks(z, len(z), z.shape[1], dtype),
+        *_blocks(z, z.shape[1], len(z), dtype),
+        *_blocks(z, grad.shape[1], len(z), dtype),
+        fp32(z, len(z)),
+    ),
+    check=_check_width_of_grad,
+)
+def expert_activation_backward_quantize_blocks(
+    grad: Tensor,
+    z: Tensor,
+    probs: Tensor,
+    offsets: Tensor,
+    activation: Activation,
+    dtype: torch.dtype,
+    *,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`expert_activation_backward_quantize` with scales of blocks, each layout with its own. All blocks of the
+    transposes are of one expert's rows.
+
+    Args:
+        grad: gradient of the activation times its probability, [R, F], F a multiple of 128.
+
+    Returns:
+        The gradient of z [R, Z] in `dtype` and its scales FP32 [Z / 128, R]; its transpose [Z, R] and that one's scales
+        [R / 128, Z]; the activation times its probability, [F, R] in `dtype`, and its scales [R / 128, F]; the gradient
+        of the probabilities FP32 [R].
+    """
+    settings = dict(transposed=True, power_of_two=power_of_two)
+    *grads, _ = quantize_blocks(_written(_grads(grad, z, probs, activation), offsets), dtype, **settings)
+    values = _written(_values(z, probs, activation), offsets)
+    _, _, activation_t, scales_t, _ = quantize_blocks(values, dtype, rowwise=False, **settings)
+    grad_probs = (grad.float() * activated(z, activation)).sum(dim=1)
+    payload, scales, payload_t, grad_scales_t = grads
+    return payload, scales, payload_t, grad_scales_t, activation_t, scales_t, grad_probs
+
+
+def _written(values: Tensor, offsets: Tensor) -> Tensor:
+    """FP32 `values` [R, C], and zeros behind the last group."""
+    return torch.where((torch.arange(len(values)) < offsets[-1])[:, None], values, 0.0)

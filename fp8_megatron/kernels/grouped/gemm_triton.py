@@ -137,6 +137,7 @@ def _grouped_wgrad(
 
 def grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor) -> Tensor:
     """`gemm_reference.grouped_mm`."""
+    assert scale_a.ndim == 1, "scales of blocks: see `Blocks.check_groups`"
     (rows, depth), (experts, columns, _) = a.shape, b.shape
     out = empty(rows, columns, torch.bfloat16, a.device)
     tiles = _row_tiles(a.get_device())
@@ -190,6 +191,7 @@ def _launch_wgrad(
     offsets: Tensor,
     adds: bool,
 ) -> None:
+    assert scale_g.ndim == 1, "scales of blocks: see `Blocks.check_groups`"
     experts, rows, columns = out.shape
     tiles = _wgrad_tiles(out.get_device(), scales is not None)
     num_tiles = experts * cdiv(rows, GROUP_ROWS) * cdiv(columns, tiles.columns)

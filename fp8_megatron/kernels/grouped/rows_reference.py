@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...dtypes import FP8_DTYPES, GROUP_ROWS
+from ...dtypes import FP8_DTYPES, GEMM_BLOCK, GROUP_ROWS
+from ..quantize.blocks import block_scales_shape, quantize_blocks
+from ..reference import decode
 from ..registration import operator
-from ..shapes import layouts
+from ..shapes import fp32, layouts
 
 
 class Groups(NamedTuple):
@@ -123,6 +125,62 @@ def gather_rows(
     rows = torch.where(source[:, None] < 0, torch.zeros_like(codes[:1]), codes[token]).view(x.dtype)
     empty = rows.new_empty(0)
     return rows if rowwise else empty, rows.t().contiguous() if transposed else empty
+
+
+def _check_gather_blocks(x: Tensor, scales: Tensor, source: Tensor, rowwise: bool, transposed: bool) -> None:
+    assert x.ndim == 2 and x.dtype in FP8_DTYPES and x.stride(1) == 1, (x.dtype, x.shape, x.stride())
+    assert scales.shape == block_scales_shape(*x.shape) and len(source) % GROUP_ROWS == 0, (scales.shape, x.shape)
+    if x.shape[1] % GEMM_BLOCK:
+        raise ValueError(f"experts' rows in blocks have a multiple of {GEMM_BLOCK} elements, not {x.shape[1]}")
+    if not (rowwise or transposed):
+        raise ValueError("rows into no layout: set rowwise, transposed or both")
+
+
+def _block_layouts(x: Tensor, num_rows: int, *, rowwise: bool, transposed: bool) -> tuple[Tensor, ...]:
+    rows = x.new_empty((num_rows, x.shape[1]))
+    scales, scales_t = block_scales_shape(*rows.shape), block_scales_shape(rows.shape[1], num_rows)
+    payload, payload_t = layouts(rows, x.dtype, rowwise=rowwise, transposed=transposed)
+    return payload, fp32(x, *(scales if rowwise else (0,))), payload_t, fp32(x, *(scales_t if transposed else (0,)))
+
+
+@operator(
+    gpu=None,
+    fake=lambda x, source, rowwise, transposed: _block_layouts(x, len(source), rowwise=rowwise, transposed=transposed),
+    check=_check_gather_blocks,
+)
+def gather_blocks(
+    x: Tensor,
+    scales: Tensor,
+    source: Tensor,
+    num_experts: int,
+    offsets: Tensor,
+    *,
+    rowwise: bool = True,
+    transposed: bool = False,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gather_rows` of tokens with scales of blocks, which go with their rows. Blocks of the transpose lie along the
+    rows of an expert, so its values are cast again. If all scales are powers of two, that rounds no value again but
+    those which become subnormal.
+
+    Args:
+        x: FP8 [T, H], the rows with any stride; H is a multiple of 128. scales: FP32 [H / 128, T], with any strides.
+        power_of_two: of the transpose's scales.
+
+    Returns:
+        [R, H] and its scales [H / 128, R] (both empty unless `rowwise`), its transpose [H, R] and the scales of that
+        one [R / 128, H] (both empty unless `transposed`). A row without a token has zeros, and the scale 1.
+    """
+    token, has_token = (source.clamp(min=0) // num_experts).long(), source >= 0
+    codes = torch.where(has_token[:, None], x.view(torch.uint8)[token], 0).view(x.dtype)
+    of_rows = torch.where(has_token, scales[:, token], 1.0).contiguous()
+    empty, no_scales = codes.new_empty(0), of_rows.new_empty(0)
+    columns, scales_t = empty, no_scales
+    if transposed:
+        values = decode(codes) * of_rows.t().repeat_interleave(GEMM_BLOCK, dim=1)
+        settings = dict(rowwise=False, transposed=True, power_of_two=power_of_two)
+        _, _, columns, scales_t, _ = quantize_blocks(values, x.dtype, **settings)
+    return codes if rowwise else empty, of_rows if rowwise else no_scales, columns, scales_t
 
 
 @operator(gpu=".rows_triton", fake=lambda y, rows: y.new_empty((len(rows), y.shape[1])))
