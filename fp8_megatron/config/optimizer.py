@@ -88,8 +88,9 @@ class OptimizerConfig:
     """Query, key and value are matrices of their own, and so are gate and up."""
     muon_num_ns_steps: Annotated[int, Ge(1), Le(99)] = 5
     """Steps of Newton-Schulz."""
-    muon_coefficient_type: Literal["quintic", "simple", "polar_express", "aol"] = "quintic"
-    """Coefficients of Newton-Schulz. simple: the same at each step. polar_express: for 8 steps."""
+    muon_coefficient_type: Literal["quintic", "simple", "polar_express", "cans", "aol", "deepseekv4"] = "quintic"
+    """Coefficients of Newton-Schulz. simple: the same at each step. polar_express has 8 steps, deepseekv4 10: fewer are
+    the first ones."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """What a matrix [N, K] of the update is multiplied by. spectral: √max(N, K). unit_rms_norm: √(N / K).
     shape_scaling: √max(1, N / K)."""

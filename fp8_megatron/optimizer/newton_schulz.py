@@ -16,7 +16,8 @@ from ..device.group import Group
 
 Coefficients = tuple[float, float, float]
 
-#: The (a, b, c) of the steps by name. They are taken in turn; after the last one of polar_express it is repeated.
+#: The (a, b, c) of the steps by name: those of emerging_optimizers 0.3, which Megatron-LM 0.20 takes. Fewer steps are
+#: the first ones; more start over, or repeat the last one (`_REPEAT_LAST`).
 COEFFICIENTS: Mapping[str, tuple[Coefficients, ...]] = MappingProxyType(
     {
         # https://kellerjordan.github.io/posts/muon
@@ -29,7 +30,7 @@ COEFFICIENTS: Mapping[str, tuple[Coefficients, ...]] = MappingProxyType(
             (2.8769, -3.1427, 1.2046),
             (2.8366, -3.0525, 1.2012),
         ),
-        # arXiv 2505.16932, as Megatron rounds them
+        # arXiv 2505.16932, each divided by 1.01^degree
         "polar_express": (
             (8.2051, -22.9019, 16.4607),
             (4.0664, -2.8612, 0.5184),
@@ -40,6 +41,16 @@ COEFFICIENTS: Mapping[str, tuple[Coefficients, ...]] = MappingProxyType(
             (1.8564, -1.2132, 0.3568),
             (1.8750, -1.2500, 0.3750),
         ),
+        # arXiv 2506.10935
+        "cans": (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        # DeepSeek-V4's report
+        "deepseekv4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
         # arXiv 2512.04632
         "aol": (
             (4.0098, -7.0585, 2.4635),
@@ -51,10 +62,13 @@ COEFFICIENTS: Mapping[str, tuple[Coefficients, ...]] = MappingProxyType(
 )
 
 
+_REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
+
+
 def steps_of(kind: str, num_steps: int) -> list[Coefficients]:
     """The coefficients of each step."""
     known = COEFFICIENTS[kind]
-    if kind == "polar_express":
+    if kind in _REPEAT_LAST:
         return [known[min(index, len(known) - 1)] for index in range(num_steps)]
     return [known[index % len(known)] for index in range(num_steps)]
 

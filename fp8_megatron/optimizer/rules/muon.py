@@ -22,14 +22,16 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 }
 #: Above what the coefficients make of any singular value, and BF16's rounding of it. No element is larger.
 _LARGEST_SINGULAR_VALUE = 1.3
+#: The least norm of a matrix, as in torch and in Megatron.
+_EPS = 1e-7
 #: What ranks do that have parts of the same matrix.
 TP_MODES = ("duplicated", "distributed", "blockwise")
 
 
 class Muon(MatrixRule):
-    """Options: ``momentum``, ``nesterov``; ``num_ns_steps``, ``coefficient_type`` (`newton_schulz.COEFFICIENTS`),
-    ``eps``; ``scale_mode`` (`SCALES`), ``extra_scale_factor``; ``tp_mode``. Or torch's: ``ns_coefficients``,
-    ``ns_steps``, ``adjust_lr_fn``.
+    """Options: ``momentum``, ``nesterov``; ``num_ns_steps``, ``coefficient_type`` (`newton_schulz.COEFFICIENTS`);
+    ``scale_mode`` (`SCALES`), ``extra_scale_factor``; ``tp_mode``. Or torch's: ``ns_coefficients``, ``ns_steps``,
+    ``eps``, ``adjust_lr_fn``.
 
     The momentum is an average: m ← μ·m + (1 − μ)·g. Weight decay is decoupled, by lr alone.
     """
@@ -53,7 +55,9 @@ class Muon(MatrixRule):
     def orthogonal(
         self, matrices: Tensor, group: Mapping[str, Any], ranks: Group | None = None, axis: int | None = None
     ) -> Tensor:
-        steps, eps = _steps(group), float(group["eps"])
+        steps = _steps(group)
+        # The trainer's group has the eps of AdamW, for the other parameters.
+        eps = float(group["eps"]) if "ns_steps" in group else _EPS
         mode = "blockwise" if ranks is None else group["tp_mode"]
         rows, columns = matrices.shape[1:]
         if mode == "blockwise":
