@@ -240,6 +240,7 @@ _RULES = (
         *("precision", (*_SIXTEEN_BITS, "te"), "choose --precision fp8"),
     ),
     Ignored(_HISTORY, _no_history, (), "choose --fp8-recipe delayed"),
+    Ignored("fp8_fallback_iter fp8_fallback_underflow", "fp8_fallback_recipe", (None,), "give --fp8-fallback-recipe"),
     Ignored(_LOSS_SCALE, "precision", ("bf16", "fp8", "te"), "choose fp16"),
     Ignored(_LOSS_SCALE, _constant_scale, (), "drop loss_scale"),
     *(

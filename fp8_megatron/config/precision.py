@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, LEVELS, MX_BLOCK, RecipeName, StorageDtype, StorageFormats
-from .fields import History, LayersOrZero, Margin
+from .fields import BelowOne, Count, History, LayersOrZero, Margin
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
@@ -36,6 +36,13 @@ class PrecisionConfig:
     """Scales of the operands of FP8 GEMMs. delayed: one per tensor, from past steps. tensorwise: one per tensor, from
     its values. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights (Hopper).
     mxfp8: one per 32 elements, a power of two (Blackwell)."""
+    fp8_fallback_recipe: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
+    """The recipe that layers leave --fp8-recipe delayed for in mid-run, when one of the next two flags says so."""
+    fp8_fallback_iter: Count | None = None
+    """Iteration from which on all layers have --fp8-fallback-recipe."""
+    fp8_fallback_underflow: BelowOne | None = None
+    """A layer takes --fp8-fallback-recipe when its outliers leave no range for small values: when more than this
+    fraction of an input or output gradient becomes 0 in the cast, in a sample of --fp8-health-interval."""
     fp8_weight_grad_scaling: Literal["block", "delayed"] | None = None
     """Scales of FP8 weight gradients. block: one per 128 elements, from their values. delayed: one per tensor, from
     amaxes of past steps; the GEMM then writes FP8 directly. Default: delayed with --fp8-recipe delayed and
@@ -101,12 +108,17 @@ class PrecisionConfig:
     @property
     def gemm_multiple(self) -> int:
         """Sizes of FP8 GEMMs are multiples of this on every rank (`Recipe.size_multiple`)."""
-        return _BLOCKS.get(self.fp8_recipe, FP8_GEMM_MULTIPLE)
+        return max(_BLOCKS.get(name, FP8_GEMM_MULTIPLE) for name in self.recipes)
 
     @property
     def has_blocks(self) -> bool:
         """Whether elements of a matrix have scales of their own."""
-        return self.fp8_recipe in _BLOCKS
+        return any(name in _BLOCKS for name in self.recipes)
+
+    @property
+    def recipes(self) -> tuple[RecipeName, ...]:
+        """All that layers of the run may have."""
+        return (self.fp8_recipe, *([self.fp8_fallback_recipe] if self.fp8_fallback_recipe else []))
 
     @property
     def weight_grad_scaling(self) -> Literal["block", "delayed"]:

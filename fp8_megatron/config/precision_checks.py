@@ -35,7 +35,28 @@ def precision_problems(config: Config, *, on_this_machine: bool = True) -> Itera
         yield from _check_master(precision)
     if precision.fp8_dot_product_attention:
         yield from _check_fp8_attention(config)
+    yield from _check_fallback(config)
     yield from _check_first_last_layers(precision, config.model.num_layers)
+
+
+def _check_fallback(config: Config) -> Iterator[str]:
+    precision = config.precision
+    name, recipe = "fp8_fallback_recipe", precision.fp8_fallback_recipe
+    if recipe is None:
+        return
+    if precision.fp8_recipe != "delayed" or not precision.is_fp8:
+        yield f"{name}({recipe}) is left delayed scaling for: choose --precision fp8 --fp8-recipe delayed, or drop it"
+    if precision.fp8_fallback_iter is None and precision.fp8_fallback_underflow is None:
+        yield f"{name}({recipe}) is never taken; give --fp8-fallback-iter or --fp8-fallback-underflow, or drop it"
+    if precision.fp8_fallback_underflow is not None and config.logging.fp8_health_interval == 0:
+        yield (
+            f"fp8_fallback_underflow({precision.fp8_fallback_underflow}) is measured every fp8_health_interval steps, "
+            f"which is 0; raise it"
+        )
+    if precision.fp8_dot_product_attention:
+        yield f"{name}({recipe}): fp8_dot_product_attention needs delayed scales to the end; drop one of them"
+    if config.model.num_experts is not None:
+        yield f"{name}({recipe}): experts cannot change their recipe in mid-run; resume with --fp8-recipe {recipe}"
 
 
 def _check_te(config: Config, *, on_this_machine: bool) -> Iterator[str]:

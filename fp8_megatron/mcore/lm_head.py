@@ -10,6 +10,7 @@ from torch import Tensor
 from ..dtypes import FP8_GEMM_MULTIPLE
 from ..nn.lm_head import fp8_norm_head_logits, fp8_norm_head_loss
 from ..quantization.recipe import Recipe
+from ..storage import RecipeName
 from .norm import DeferredNorm
 from .tensor_parallel import column_parallelism
 
@@ -52,6 +53,10 @@ class FP8OutputLayer(ColumnParallelLinear):
         self.vocab_size = vocab_size
         self.reads_weights_of = (norm,)
         self.quantizers, self.parallelism = recipe.head_quantizers(), column_parallelism(self)
+
+    def fall_back(self, _: RecipeName) -> None:
+        """Leave delayed scaling, between two steps; a head keeps its formats."""
+        self.quantizers = self.quantizers.fallen_back()
 
     def forward(
         self,

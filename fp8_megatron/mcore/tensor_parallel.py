@@ -21,6 +21,7 @@ from ..nn.links import LinearLinks
 from ..nn.parallelism import LOCAL, Column, Local, SequenceColumn, SequenceRow
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
+from ..storage import RecipeName
 
 
 def _quantize_weight(weight: torch.nn.Parameter, *, is_initialized: bool) -> torch.nn.Parameter:
@@ -51,6 +52,14 @@ class _FP8Weight(torch.nn.Module):
         self.weight = _quantize_weight(self.weight, is_initialized=self.config.perform_initialization)
         self.quantizers = recipe.linear_quantizers()
         self.links = LinearLinks() if links is None else links
+
+    def fall_back(self, name: RecipeName) -> None:
+        """Leave delayed scaling for another recipe, between two steps."""
+        self.quantizers = self.quantizers.fallen_back(name)
+        if self.links.early_cast.quantizer is not None:
+            self.links.early_cast.expect(self.quantizers.grad_output, transposed=self.links.early_cast.transposed)
+        if self.links.kept_transpose is not None:
+            self.links.kept_transpose.forget()
 
     def linear_params(self) -> LinearParams:
         """The layer, for a function that computes it."""

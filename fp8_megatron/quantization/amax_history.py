@@ -11,7 +11,7 @@ import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NewType
 
 import torch
@@ -70,6 +70,8 @@ class AmaxHistory:
         self.is_warm = False
         #: By slot, whether the host knows that it has a scale.
         self._known: list[bool] = []
+        #: Slots whose layers have left delayed scaling (`leave`).
+        self.left: set[int] = set()
         #: Slots that were cast without a delayed scale.
         self._cast_cold: set[int] = set()
         #: Closed steps since a slot has become known.
@@ -201,6 +203,12 @@ class AmaxHistory:
     def stop_following(self, slot: int) -> None:
         """`slot` casts for itself again."""
         self._leaders.pop(slot, None)
+
+    def leave(self, slots: Iterable[int]) -> None:
+        """The layers of these slots take scales from values from now on. Nobody waits for the slots, and a run that is
+        resumed with delayed scales for them begins with cold ones."""
+        self.left.update(slots)
+        self._cast_cold -= self.left
 
     def written_amax_of(self, slot: int) -> Tensor:
         """FP32 [1], where a GEMM writes an amax of `slot` instead of raising one; each call gives another place."""
@@ -352,11 +360,12 @@ class AmaxHistory:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that the next step reads, for a checkpoint, FP32; empty without slots: history, scales (1 where there is
-        none), which slots have a delayed scale (`knows`; −1 before the first step), the steps in a row that clamped
-        too much. All ranks that share the amaxes have the same."""
+        none), which slots have a delayed scale (`knows`; 2: `left`; −1 before the first step), the steps in a row
+        that clamped too much. All ranks that share the amaxes have the same."""
         if self.history is None or self.scale is None or not self._largest:
             return {}
-        known = torch.tensor(self._known if self.is_warm else [-1.0] * self.num_slots, device=self.scale.device).float()
+        states = [2.0 if slot in self.left else float(known) for slot, known in enumerate(self._known)]
+        known = torch.tensor(states if self.is_warm else [-1.0] * self.num_slots, device=self.scale.device)
         scale = self.scale.nan_to_num(posinf=1.0)
         return {"history": self.history, "scale": scale, "known": known, "streak": self._streak}
 
@@ -383,9 +392,11 @@ class AmaxHistory:
             [gradient_factor if name.role in _OF_GRADIENTS else 1.0 for _, name in self._names], device="cpu"
         )
         history, scale = (state[key].cpu() * factors for key in ("history", "scale"))
-        has_value = (history.isfinite() & (history > 0.0)).any(dim=0)
         saved = state.get("known", torch.tensor([-1.0])).cpu()
-        known = saved > 0.0
+        has_left = (saved == 2.0).expand(self.num_slots)
+        history = history.masked_fill(has_left, 0.0)
+        has_value = (history.isfinite() & (history > 0.0)).any(dim=0)
+        known = saved == 1.0
         if bool((saved < 0.0).any()):  # of an earlier version, or of a run before its first step
             known = has_value | ((scale != factors) & (scale > 0.0))  # without a value it was 1, or 0
             if not known.any():
@@ -395,6 +406,7 @@ class AmaxHistory:
         self._streak.copy_(state.get("streak", torch.zeros(1)))
         self._know(known.tolist())
         self._scales_of_last_step = None if bool(known.all()) else HostCopy(self.scale)
+        self.left = {*has_left.nonzero().flatten().tolist()}
         self.is_warm = True
 
 

@@ -106,6 +106,19 @@ class LinearQuantizers:
             self, input=replace(self.input, history=None), grad_output=replace(self.grad_output, history=None)
         )
 
+    def fallen_back(self, name: RecipeName) -> LinearQuantizers:
+        """Those of the layer from now on, if it leaves delayed scaling for another recipe."""
+        roles, history = roles_of(name, self.input.format.power_of_two), self.input.history
+        assert history is not None, self
+        history.leave(self.slots())
+        return replace(
+            self,
+            input=replace(self.input, format=roles.input, history=None),
+            weight=roles.weight,
+            grad_output=replace(self.grad_output, format=roles.grad_output, history=None),
+            weight_grad=None,
+        )
+
     def slots(self) -> Iterator[int]:
         """The layer's slots of the history."""
         yield from self.input.slots()
@@ -130,6 +143,12 @@ class HeadQuantizers:
     grad_output: Format
     weight_probe: CastProbe | None = field(default=None, repr=False, compare=False)
     grad_output_probe: CastProbe | None = field(default=None, repr=False, compare=False)
+
+    def fallen_back(self) -> HeadQuantizers:
+        """As `LinearQuantizers.fallen_back`; a head keeps its formats."""
+        assert self.input.history is not None, self
+        self.input.history.leave(self.slots())
+        return replace(self, input=replace(self.input, history=None))
 
     def slots(self) -> Iterator[int]:
         """The head's slots of the history."""

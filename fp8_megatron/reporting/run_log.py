@@ -50,6 +50,8 @@ class EventKind(str, Enum):
     """The loss left that of the last steps."""
     ROLLBACK = "rollback"
     """Steps that were trained are trained again, from an earlier checkpoint."""
+    FALLBACK = "fallback"
+    """Layers left delayed scaling."""
     SAVE = "save"
     """A checkpoint is on disk under its name."""
     SAVE_FAILED = "save_failed"

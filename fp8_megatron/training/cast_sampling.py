@@ -60,11 +60,16 @@ class CastSampler:
         *,
         world_size: int,
     ) -> None:
-        found = _probes(chunks, buffers)
-        self._world_size = world_size
-        self.names = _names_of_all_ranks([name for name, _ in found], world_size)
+        self._chunks, self._buffers, self._device, self._world_size = list(chunks), buffers, device, world_size
+        self.find_casts()
+
+    def find_casts(self) -> None:
+        """Find what to measure, anew if layers have other formats now. All ranks call it together."""
+        buffers = self._buffers
+        found = _probes(self._chunks, buffers)
+        self.names = _names_of_all_ranks([name for name, _ in found], self._world_size)
         index = {name: place for place, name in enumerate(self.names)}
-        self._statistics = torch.zeros(len(self.names), ops.NUM_STATISTICS, dtype=torch.float64, device=device)
+        self._statistics = torch.zeros(len(self.names), ops.NUM_STATISTICS, dtype=torch.float64, device=self._device)
         self._probes = [probe for _, probe in found]
         for name, probe in found:
             probe.statistics = self._statistics[index[name]]

@@ -117,7 +117,7 @@ class StepGraph:
             assert not self._recorded, f"{num_micro_batches} micro-batches after {self._num_micro_batches}"
             return self._compute(take_step(loader, num_micro_batches, self._device), **measured)
         if self._recorded and self._casts() != self._recorded_casts:
-            logger.info("more casts have delayed scales: steps are recorded anew")
+            logger.info("casts take other scales: steps are recorded anew")
             self.release()
             self._records, self._warmup_left = None, 1
         if self._warmup_left > 0:

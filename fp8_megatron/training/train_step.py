@@ -149,7 +149,7 @@ def step_graph(
         can_sample=state.sampler is not None,
         has_memory=has_memory_for_step if choice.needs_memory else lambda: True,
         is_ready=is_ready,
-        casts=lambda: [history.num_known for history in state.histories if history is not None],
+        casts=lambda: [n for history in state.histories if history for n in (history.num_known, len(history.left))],
         may_go_on=choice.needs_memory and state.topology.world_size == 1,
         num_micro_batches=state.num_micro_batches,
         device=state.device,

@@ -132,10 +132,11 @@ class Trainer:
             logger.warning("%s", warning)
         if self.config.precision.is_fp8:
             devices.check_fp8_support(device)
-            format = roles_of(self.config.precision.fp8_recipe, False).input
-            format.check_device(device)
-            if self.config.model.num_experts is not None:
-                format.check_groups(device)
+            for name in self.config.precision.recipes:
+                format = roles_of(name, False).input
+                format.check_device(device)
+                if self.config.model.num_experts is not None:
+                    format.check_groups(device)
             if self.config.precision.fp8_dot_product_attention:
                 ops.check_fp8_attention(device)
         graph_choice = choose(has_gpu=device.type == "cuda")

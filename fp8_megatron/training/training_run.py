@@ -20,6 +20,7 @@ from .batches import Batch
 from .build import TrainingState, build_replica_check, build_training_state
 from .cast_sampling import CastSampler
 from .evaluation import evaluate_split
+from .fallback import RecipeFallback
 from .loss_spikes import LossSpike, resumed_after_spikes
 from .run_data import RunData, open_run_data
 from .run_report import RunReport, StepOutcomes, log_settings
@@ -108,6 +109,7 @@ class TrainingRun:
         )
         self.report.settings(self.state)
         self.outcomes = StepOutcomes(config, self.state, self.report, skipped_steps=progress.skipped_steps)
+        self.fallback = RecipeFallback(self.state, iteration=progress.iteration)
 
     def _check_and_log_settings(self, padded_vocab_size: int) -> None:
         """Check that the run fits into memory and onto the disk, and log what it is."""
@@ -192,6 +194,7 @@ class TrainingRun:
                 records=self.graph is not None,
             )
             loop.mark = Mark(self.state.device)
+        self.fallback.before(iteration)
         learning_rate = self.state.schedule.learning_rate
         self.profiler.before(iteration)
         check = self._new_check(iteration)
@@ -231,6 +234,8 @@ class TrainingRun:
         result = pending.result()
         self.stop = self.stop or result.stop
         self.progress = self.outcomes.take(result, self.progress, has_checkpoint=self.has_checkpoint)
+        if result.health is not None:
+            self.fallback.sampled(result.health)
 
     def _validate_and_save(self, iteration: int) -> None:
         """Do what is due after a step. If something is, or the run ends, its results are read first."""

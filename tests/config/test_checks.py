@@ -319,6 +319,15 @@ FULL = "--recompute-granularity full "
             "--fp8-weight-grad-scaling delayed --fp8-recipe delayed --main-grads-dtype bf16",
             "fp8_weight_grad_scaling(delayed) is for gradients in fp8, main_grads_dtype is bf16; drop one",
         ),
+        # another recipe in mid-run
+        (1, "--fp8-fallback-recipe blockwise", "fp8_fallback_recipe(blockwise) is never taken; give"),
+        (1, "--fp8-fallback-recipe tensorwise --fp8-fallback-iter 9 --fp8-recipe blockwise", "is left delayed scaling"),
+        (
+            1,
+            "--fp8-fallback-recipe tensorwise --fp8-fallback-underflow 0.1 --fp8-health-interval 0",
+            "fp8_fallback_underflow(0.1) is measured every fp8_health_interval steps, which is 0",
+        ),
+        (1, "--fp8-fallback-recipe tensorwise --fp8-fallback-iter 9 --num-experts 8", "cannot change their recipe"),
         # steps as CUDA graphs
         (1, "--cuda-graph-impl local --recompute-granularity selective", "cuda_graph_impl(local) cannot record"),
         (1, "--cuda-graph-impl local --release-gradients --clip-grad 0", "cuda_graph_impl(local) would repeat the"),
@@ -483,6 +492,7 @@ IGNORED = [
     ("opt_level", "--bf16 --opt-level O2", "under precision(bf16); drop it or choose --precision fp8"),
     ("fp8_power_of_two_scales", "--bf16 --fp8-power-of-two-scales", "under precision(bf16)"),
     ("fp8_weight_grad_scaling", "--bf16 --fp8-weight-grad-scaling block", "under precision(bf16)"),
+    ("fp8_fallback_iter", "--fp8-fallback-iter 5", "without fp8_fallback_recipe; drop it or give"),
     ("grad_accumulation", "--bf16 --grad-accumulation local", "under precision(bf16); drop it or choose --precision"),
     ("grad_accumulation_dtype", "--bf16 --grad-accumulation-dtype bf16", "under precision(bf16)"),
     ("profile_trace", "--profile-trace", "without profile; drop it or give --profile"),

@@ -20,6 +20,7 @@ from fp8_megatron.reporting.step_figures import StepFigures
 from fp8_megatron.training import train_step
 from fp8_megatron.training.batches import Batch
 from fp8_megatron.training.build import build_training_state
+from fp8_megatron.training.fallback import RecipeFallback
 from fp8_megatron.training.graph_choice import GraphChoice
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.step_graph import StepGraph
@@ -186,6 +187,26 @@ def test_a_step_is_the_same_through_a_recording(recorder: PlayedRecorder, recipe
     measured = ~torch.isnan(python[:, place])
     assert measured.tolist() == [step % 3 == 0 for step in range(8)]
     assert torch.equal(python[measured, place], recorded[measured, place])
+
+
+def test_a_step_is_the_same_through_a_recording_when_layers_fall_back(recorder: PlayedRecorder) -> None:
+    """Behind the fifth step; steps are recorded anew."""
+    runs = []
+    settings = {"hidden_size": 128, "seq_length": 128, "fp8_fallback_recipe": "blockwise", "fp8_fallback_iter": 6}
+    config = parse_config(tiny_flags(Path("unused"), fp8_recipe="delayed", train_iters=20, **settings))
+    for graphed in (False, True):
+        with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
+            seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
+            data = open_run_data(config, topology)
+            state = build_training_state(config, data.padded_vocab_size, topology, CPU)
+            graph = train_step.step_graph(state, GraphChoice(True, ""), recorder) if graphed else None
+            batches, values, fallback = data.train_loader(0), [], RecipeFallback(state, iteration=0)
+            for iteration in range(1, 11):
+                fallback.before(iteration)
+                values.append(train_step.train_step(state, batches, graph=graph)[:3])
+        runs.append(torch.stack(values))
+    assert torch.equal(*runs) and len(runs[0][:, 0].unique()) == 10
+    assert recorder.num_recordings == 6  # twice three kinds of steps
 
 
 def test_routers_report_the_same_through_a_recording(recorder: PlayedRecorder) -> None:
