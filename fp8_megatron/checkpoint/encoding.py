@@ -116,6 +116,11 @@ class Encoded:
         moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors()}
         return replace(self, **moved)
 
+    def on_cpu(self) -> Encoded:
+        """The same in the host's memory, complete."""
+        moved: dict[str, Any] = {name: tensor.cpu() for name, tensor in self._tensors()}
+        return replace(self, **moved)
+
     def write(self, file: _Sink) -> None:
         """Append the encoded rectangle to a file. The tensors are on the CPU."""
         file.write(_header(self.form, math.prod(self.shape), self.first))

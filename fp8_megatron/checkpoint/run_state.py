@@ -132,12 +132,13 @@ class Resumable:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's part of a checkpoint, copied to the CPU so that training may continue while it is written.
+    """A rank's part of a checkpoint: copied to the CPU so that training may continue while it is written, or the state
+    itself, of which pieces are copied as they are written.
 
     Attributes:
         kinds: the kinds of state that are written.
         buffers: see `Resumable.buffers`; empty where another rank writes them.
-        copied: the end of the copies from a GPU; None on a CPU.
+        copied: the end of the copies from a GPU; None where there are none.
     """
 
     slots: list[tuple[SpaceState, Slot, Placement]]
@@ -154,10 +155,12 @@ class Snapshot:
         return self.config.checkpoint.ckpt_state_dtype == "native"
 
     @classmethod
-    def of(cls, state: Resumable, progress: Progress) -> Snapshot:
-        """Copy what this rank writes. `wait` before it is read.
+    def of(cls, state: Resumable, progress: Progress, *, copies: bool) -> Snapshot:
+        """What this rank writes. `wait` before it is read.
 
-        On a GPU the host does not wait. Masters and states are copied beside the next step, up to its update.
+        Args:
+            copies: of masters and states, so that they may change before they are written. The host needs memory for
+                them. On a GPU it does not wait: they are copied beside the next step, up to its update.
         """
         spaces = state.optimizer.states
         # The next step changes these: amaxes, generators, a router's bias.
@@ -167,7 +170,9 @@ class Snapshot:
         for space in spaces:
             space.before_copy()
         copied = None
-        if state.device.type == "cuda":
+        if not copies:
+            frozen = {id(space): space for space in spaces}
+        elif state.device.type == "cuda":
             stream = _copy_stream(state.device)
             stream.wait_stream(torch.cuda.current_stream(state.device))
             with torch.cuda.stream(stream):
@@ -197,7 +202,7 @@ class Snapshot:
             for piece in pieces:
                 for kind in filter(space.holds, self.kinds):
                     prefix = prefix_of(kind)
-                    state = _encoded(space, kind, slot, piece)
+                    state = _encoded(space, kind, slot, piece).on_cpu()
                     value = None if self.is_native else state.decode()
                     for part in placement.region.rectangles(piece.slot_start, piece.length):
                         start = part.start - piece.slot_start

@@ -73,7 +73,8 @@ class CheckpointWriter:
     """Saves a run's checkpoints under one folder. Every rank makes one and calls the same methods in the same order.
 
     Args:
-        in_background: `save` returns as soon as the state is copied. One save is written at a time.
+        in_background: `save` returns as soon as the state is copied to the host. One save is written at a time. A save
+            in the foreground copies pieces, and takes little memory.
         resumed_at: iteration of the checkpoint under `root` that the run resumed from; 0: none. Only this checkpoint
             and its ancestors are counted and removed; others are left until the run itself saves their iterations.
             None: all existing checkpoints belong to the run.
@@ -106,7 +107,7 @@ class CheckpointWriter:
     def prepare(self, state: Resumable) -> None:
         """Pin the host memory of a save in the background; torch keeps it. Pinning takes seconds, once."""
         if self._in_background and state.device.type == "cuda":
-            Snapshot.of(state, Progress()).wait()
+            Snapshot.of(state, Progress(), copies=True).wait()
 
     def save(self, state: Resumable, progress: Progress, *, due: Sequence[int] = ()) -> float:
         """Save the checkpoint of this iteration; called by all ranks together.
@@ -126,7 +127,7 @@ class CheckpointWriter:
         started = time.monotonic()
         self._join()
         self._raise_lost_lock()
-        snapshot = Snapshot.of(state, progress)
+        snapshot = Snapshot.of(state, progress, copies=self._in_background)
         snapshot.description[DUE] = list(due)
         if self._in_background:
             self._thread = threading.Thread(
