@@ -6,12 +6,14 @@ import importlib
 import importlib.util
 import json
 import os
+import struct
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.peers import megatron_te, torchao_fsdp2, work
+from benchmarks.peers.keep_arch import containers, keep_arch
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.ranks import RankPool
@@ -110,3 +112,26 @@ def test_what_a_peer_lacks_is_said_in_one_line(
     assert work.main("", recipes, peer.check, lambda *_: pytest.fail("trained")) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def _container(*entries: tuple[int, int, bytes]) -> bytes:
+    """(kind, architecture, payload), as nvcc lays kernels out."""
+    head = [struct.pack("<HHIQIIHHI", kind, 0x101, 64, len(load), 0, 0, 1, 8, arch) for kind, arch, load in entries]
+    body = b"".join(one.ljust(64, b"\0") + load for one, (*_, load) in zip(head, entries, strict=True))
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_a_library_is_cut_to_one_architecture(tmp_path: Path) -> None:
+    """No offset of a container moves; one without machine code for the architecture stays whole."""
+    code, ptx = 2, 1
+    both = _container((code, 80, b"a" * 24), (code, 90, b"b" * 16), (ptx, 90, b"c" * 8), (code, 90, b"d" * 8))
+    other = _container((code, 80, b"e" * 8), (ptx, 80, b"f" * 8))
+    stray = struct.pack("<I", 0xBA55ED50) + b"\7" * 32
+    library = tmp_path / "lib.so"
+    library.write_bytes(before := b"ELF " + stray + both + other + b"tail")
+    assert keep_arch(library, 90) == {80: 88 + 2 * 72, 90: 80 + 2 * 72}
+    after = library.read_bytes()
+    (first, kept), (second, rest) = containers(after)
+    assert len(after) == len(before) and first == before.index(both) and second == before.index(other)
+    assert [after[one.start + 64 : one.start + one.size] for one in kept] == [b"b" * 16, b"d" * 8]
+    assert {one.arch for one in rest} == {80} and after.endswith(other + b"tail") and b"aaaa" not in after
