@@ -29,8 +29,10 @@ _NORM_WEIGHTS = ("layernorm.weight", "layer_norm_weight")
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
-#: What Adam of Megatron-LM stores beside a weight. States of its other optimizers are not read.
+#: What Adam of Megatron-LM stores beside a weight. Optimizers without it are not read.
 STATES = ("exp_avg", "exp_avg_sq")
+#: What Megatron-LM's Muon stores of a matrix; other weights have Adam's.
+MOMENTUM = "momentum_buffer"
 
 
 class MegatronCheckpoint(ABC):
@@ -85,8 +87,12 @@ class MegatronCheckpoint(ABC):
             CheckpointError: it is of a kind that is not read.
         """
 
+    def holds(self, kind: str, name: Name) -> bool:
+        """Whether a parameter has a state, which is one of `STATES` or `MOMENTUM`."""
+        return kind != MOMENTUM
+
     def read(self, kind: str, name: Name) -> Tensor:
-        """A whole parameter in FP32; `kind` is weight, master or one of `STATES`.
+        """A whole parameter in FP32; `kind` is weight, master or a state.
 
         Raises:
             CheckpointError: damaged, or the order of a buffer is not known.

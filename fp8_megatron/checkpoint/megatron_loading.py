@@ -16,7 +16,7 @@ from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..sharding.partition import Slot
 from .files import CheckpointError, candidates, is_megatron_checkpoint, is_torch_files, iteration_folder
-from .megatron_checkpoint import STATES, MegatronCheckpoint
+from .megatron_checkpoint import MOMENTUM, STATES, MegatronCheckpoint
 from .megatron_layout import Name
 from .megatron_torch_dist import TorchDist
 from .megatron_torch_files import TorchFiles
@@ -78,9 +78,12 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
     loads_moments = loads_optimizer and state.is_trained
     saved = _checked(folder, state, loads_moments=loads_moments, finetune=options.finetune)
     takes_masters = loads_moments or (loads_optimizer and _moments_problem(saved) is None)
+    kinds = (MASTER, *_states_to_read(saved, state)) if loads_moments else (MASTER,)
     state.optimizer.wait_for_copies()
     for space, slot, placement in state.slots():
-        for kind in filter(space.holds, state.kinds) if loads_moments else (MASTER,):
+        for kind in filter(space.holds, kinds):
+            if kind == MOMENTUM and not saved.holds(kind, _name(placement)):
+                continue
             stored = kind if takes_masters else "weight"
             store(space, slot, kind, _local(saved, stored, placement, state.vocab_size).to(state.device))
     for space in state.optimizer.states:
@@ -89,7 +92,7 @@ def load_megatron_checkpoint(folder: Path, state: Resumable, options: WhatToLoad
         buffer.copy_(_local(saved, "weight", placement, state.vocab_size))
     if options.finetune:
         return Progress()
-    if loads_moments:
+    if set(STATES) <= set(kinds):
         state.optimizer.step_count.fill_(saved.step_count)
     if state.topology.rank == 0:
         logger.info("%s is Megatron-LM's: random states and amax histories start anew", folder)
@@ -154,14 +157,40 @@ def _moments_problem(saved: MegatronCheckpoint) -> str | None:
 
 
 def _states_problem(saved: MegatronCheckpoint, state: Resumable) -> str | None:
-    """Why the states are not those of this run's optimizer; None if they are."""
+    """Why this run's optimizer has nothing of the states; None if it has."""
     own = state.kinds[1:]
-    if set(own) == set(STATES):
+    if set(STATES) <= set(own) <= {*STATES, MOMENTUM}:
         return None
     return (
         f"{saved.folder} holds {' and '.join(STATES)}, and --optimizer {state.config.optimizer.optimizer} needs "
         f"{' and '.join(own) or 'none'}; give --finetune, or --no-load-optim"
     )
+
+
+def _states_to_read(saved: MegatronCheckpoint, state: Resumable) -> list[str]:
+    """The states that are read, of parameters that have them in the checkpoint. Others start anew: Adam counts its
+    steps, so all of its states do if a parameter lacks one. The log says so. Called by all ranks together.
+    """
+    lacking: dict[str, list[str]] = {kind: [] for kind in state.kinds[1:]}
+    for space, _, placement in state.slots():
+        for kind in filter(space.holds, lacking):
+            if not saved.holds(kind, _name(placement)):
+                lacking[kind].append(str(_name(placement)))
+    for found in Ranks(state.topology).everyones(lacking):
+        for kind, names in found.items():
+            lacking[kind] = list(dict.fromkeys([*lacking[kind], *names]))
+    for kind, names in lacking.items():
+        if names and state.topology.rank == 0:
+            text = "%s has no %s of %d parameters, such as %s: under --optimizer %s %s anew"
+            what = "theirs starts" if kind == MOMENTUM else "all of it and the count of steps start"
+            logger.warning(text, saved.folder, kind, len(names), names[0], state.config.optimizer.optimizer, what)
+    is_whole = not any(lacking[kind] for kind in STATES)
+    return [kind for kind in lacking if kind == MOMENTUM or is_whole]
+
+
+def _name(placement: Placement) -> Name:
+    """A parameter in the checkpoint."""
+    return Name(placement.key, placement.region.stacked[0][0] if placement.region.stacked else None)
 
 
 def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetune: bool) -> str | None:
@@ -178,8 +207,7 @@ def differing_argument(saved: MegatronCheckpoint, model: ModelConfig, *, finetun
 
 def _local(saved: MegatronCheckpoint, kind: str, placement: Placement, vocab_size: int) -> Tensor:
     """This rank's part of a parameter, FP32."""
-    name = Name(placement.key, placement.region.stacked[0][0] if placement.region.stacked else None)
-    return local_part(saved.read(kind, name), placement, vocab_size)
+    return local_part(saved.read(kind, _name(placement)), placement, vocab_size)
 
 
 def local_part(whole: Tensor, placement: Placement, vocab_size: int) -> Tensor:

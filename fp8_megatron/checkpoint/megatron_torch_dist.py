@@ -21,7 +21,7 @@ from ..models.keys import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING, holds_experts
 from ..models.registry import ARCHITECTURES, shared_axis
 from ..sharding.region import Shape
 from .files import CheckpointError
-from .megatron_checkpoint import STATES, MegatronCheckpoint
+from .megatron_checkpoint import MOMENTUM, STATES, MegatronCheckpoint
 from .megatron_layout import (
     Name,
     chunk_names,
@@ -59,7 +59,7 @@ class TorchDist(MegatronCheckpoint):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, _common_state(folder))
         self._reader = TorchDistReader(folder)
-        self._prefixes = {kind: self._prefixes_of(kind) for kind in ("fp32_param", "param", *STATES)}
+        self._prefixes = {kind: self._prefixes_of(kind) for kind in ("fp32_param", "param", *STATES, MOMENTUM)}
         self._is_flat = any(map(_FLAT.fullmatch, self._reader.shapes))
 
     @cached_property
@@ -87,21 +87,31 @@ class TorchDist(MegatronCheckpoint):
                 f"--finetune, or save it again with --dist-ckpt-optim-fully-reshardable"
             )
 
+    def holds(self, kind: str, name: Name) -> bool:
+        if self._is_flat:
+            return super().holds(kind, name)
+        return self._state_key(kind, self._weights.stored_place(name.key, name.layer)[0]) is not None
+
+    def _state_key(self, kind: str, key: str) -> str | None:
+        """Where a state, or the master, of the weight `key` is; None: nowhere."""
+        kinds = ("fp32_param", "param") if kind == "master" else (kind,)
+        places = (prefix + key for each in kinds for prefix in self._prefixes[each])
+        return next((place for place in places if place in self._reader.shapes), None)
+
     def stored(self, kind: str, name: Name) -> Tensor:
         if kind == "weight":
             return self.weight(name)
         if self._is_flat:
             return self._flat.read(kind, name)
         key, row = self._weights.stored_place(name.key, name.layer)
-        kinds = ("fp32_param", "param") if kind == "master" else (kind,)
-        for stored in (prefix + key for each in kinds for prefix in self._prefixes[each]):
-            if stored in self._reader.shapes:
-                if self._reader.shapes[stored] != self._reader.shapes[key]:
-                    raise CheckpointError(
-                        f"{self.folder}: {stored} is cut flat (fully_sharded_model_space); save it again with "
-                        f"--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
-                    )
-                return self._reader.read_layer(stored, row)
+        stored = self._state_key(kind, key)
+        if stored is not None:
+            if self._reader.shapes[stored] != self._reader.shapes[key]:
+                raise CheckpointError(
+                    f"{self.folder}: {stored} is cut flat (fully_sharded_model_space); save it again with "
+                    f"--dist-ckpt-optim-fully-reshardable, or give --no-load-optim"
+                )
+            return self._reader.read_layer(stored, row)
         if kind != "master":
             raise CheckpointError(f"{self.folder} has no {kind} of {name}; give --no-load-optim or --finetune")
         return self.weight(name)  # of FP32, so it is its own master

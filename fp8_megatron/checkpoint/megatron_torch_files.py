@@ -56,7 +56,8 @@ class TorchFiles(MegatronCheckpoint):
     @property
     def has_moments(self) -> bool:
         return self.optimizer is not None and (
-            (megatron_rank_folder(self.folder, 0, 0, self._stages) / "distrib_optim.pt").is_file()
+            isinstance(self.optimizer, list)
+            or (megatron_rank_folder(self.folder, 0, 0, self._stages) / "distrib_optim.pt").is_file()
             or _inner_optimizer(self.optimizer) is not None
         )
 
@@ -186,6 +187,11 @@ class TorchFiles(MegatronCheckpoint):
         self, optimizer: Any, params: list[tuple[int, str, Tensor]]
     ) -> Iterator[tuple[tuple[int, str], dict[str, Tensor]]]:
         """The state of an optimizer that is not distributed: by number, in groups with and without weight decay."""
+        if isinstance(optimizer, list):
+            raise CheckpointError(
+                f"{self.folder} holds {len(optimizer)} optimizers in the format torch; save it again with "
+                f"--ckpt-format torch_dist, or give --no-load-optim"
+            )
         inner = _inner_optimizer(optimizer)
         if inner is None:
             return

@@ -99,6 +99,42 @@ def test_a_run_with_experts_goes_on(ranks: RankPool, tmp_path_factory: pytest.Te
         resumed(ranks, run / "torch", config)
 
 
+def test_a_run_of_muon_goes_on(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Momentum beside Adam's moments, under any layout and form; the format torch has them by number."""
+    run, config = megatron_run("llama-muon", tmp_path_factory), config_of("llama-muon")
+    theirs = json.loads((run / "losses.json").read_text())
+    kinds = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
+    for parallel in (ParallelConfig(), ParallelConfig(tensor_model_parallel_size=2)):
+        size = parallel.tensor_model_parallel_size
+        found = resumed(ranks, run / "fully_reshardable", replace(config, parallel=parallel), num_ranks=size)
+        assert_same_state(found, expected_of(run), kinds)
+        assert found.losses == pytest.approx(theirs, abs=LOSS_TOLERANCE)
+    fp8 = replace(config, precision=PrecisionConfig(opt_level="O3"))
+    assert resumed(ranks, run / "fully_reshardable", fp8).losses == pytest.approx(theirs, abs=0.05)
+    with pytest.raises(RankError, match="holds 2 optimizers in the format torch; save it again with --ckpt-format"):
+        resumed(ranks, run / "torch", config)
+
+
+@pytest.mark.parametrize(
+    ("style", "rule", "anew"),
+    [
+        ("gpt3-muon", "muon", {"exp_avg", "exp_avg_sq"}),  # Megatron gives the position embeddings to Muon
+        ("llama-muon", "adamw", {"exp_avg", "exp_avg_sq"}),
+        ("llama", "muon", {"momentum_buffer"}),
+    ],
+)
+def test_state_that_the_other_optimizer_has_not_starts_anew(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, style: str, rule: str, anew: set[str]
+) -> None:
+    run, config = megatron_run(style, tmp_path_factory), config_of(style)
+    config = replace(config, optimizer=replace(config.optimizer, optimizer=rule))
+    found, expected = resumed(ranks, run / "fully_reshardable", config, num_steps=1), expected_of(run)
+    for key, value in found.start.items():
+        kind = key.partition("/")[0]
+        assert torch.equal(value, expected[key].view(value.shape)) if kind not in anew else not value.any(), key
+    assert found.progress.iteration == BEFORE and any(key.partition("/")[0] in anew for key in found.start)
+
+
 def test_another_layout_and_level_read_the_same_values(ranks: RankPool, run: Path) -> None:
     parallel = ParallelConfig(tensor_model_parallel_size=2)
     found = resumed(ranks, run / "dp_reshardable", replace(config_of(run.name), parallel=parallel), num_ranks=2)

@@ -1,4 +1,4 @@
-"""A run of megatron-core's own GPTModel and DistributedOptimizer on a CPU, saved in Megatron-LM's formats.
+"""A run of megatron-core's own GPTModel and optimizers on a CPU, saved in Megatron-LM's formats.
 
 A program of its own: megatron-core's writer starts processes, which a test's rank may not.
 """
@@ -27,6 +27,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -55,15 +56,28 @@ STYLES = {
     "llama": LLAMA_STYLE,
     "experts": EXPERTS,
     "some_experts": replace(EXPERTS, moe_layer_freq="[0,1]", moe_shared_expert_intermediate_size=None),
+    "gpt3-muon": GPT3_STYLE,
+    "llama-muon": LLAMA_STYLE,
 }
 #: Iterations before the checkpoint and after it; micro-batches of a step.
 BEFORE, AFTER, MICRO_BATCHES = 3, 2, 2
 OPTIMIZER = OptimizerConfig(optimizer="adamw", lr=1e-3, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0)
+#: That of torch, which stands for emerging_optimizers': it has the same state, and is in no registry of packages.
+MUON = replace(
+    OPTIMIZER,
+    optimizer="muon",
+    muon_momentum=0.95,
+    muon_nesterov=True,
+    muon_coefficient_type="simple",
+    muon_scale_mode="shape_scaling",
+    muon_split_qkv=False,
+)
 
 
 def config_of(style: str) -> Config:
     """The configuration of ours that goes on with the run."""
-    return tiny_config(STYLES[style], precision=PrecisionConfig(precision="bf16"), optimizer=OPTIMIZER)
+    optimizer = MUON if style.endswith("-muon") else OPTIMIZER
+    return tiny_config(STYLES[style], precision=PrecisionConfig(precision="bf16"), optimizer=optimizer)
 
 
 def arguments_of(config: Config) -> argparse.Namespace:
@@ -132,31 +146,70 @@ def main(style: str, folder: str) -> None:
             if name.endswith("expert_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         # Small buckets of an overlapped reduction cut the optimizer's buffers into several.
+        has_muon = config.optimizer is MUON
         sharded = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=40_000
+            use_distributed_optimizer=not has_muon,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=True,
+            bucket_size=40_000,
         )
         model = DistributedDataParallel(settings, sharded, module)
-        optimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=OPTIMIZER.lr,
-                weight_decay=OPTIMIZER.weight_decay,
-                adam_beta1=OPTIMIZER.adam_beta1,
-                adam_beta2=OPTIMIZER.adam_beta2,
-                adam_eps=OPTIMIZER.adam_eps,
-                clip_grad=OPTIMIZER.clip_grad,
-                bf16=True,
-                params_dtype=torch.bfloat16,
-                use_distributed_optimizer=True,
-            ),
-            [model],
-            use_gloo_process_groups=False,
+        options = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=OPTIMIZER.lr,
+            weight_decay=OPTIMIZER.weight_decay,
+            adam_beta1=OPTIMIZER.adam_beta1,
+            adam_beta2=OPTIMIZER.adam_beta2,
+            adam_eps=OPTIMIZER.adam_eps,
+            clip_grad=OPTIMIZER.clip_grad,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=not has_muon,
         )
+        if has_muon:
+            optimizer = _chained(model, options)
+        else:
+            optimizer = get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
         for step in range(BEFORE):
             _train_step(model, optimizer, config, step)
         _save(root, module, optimizer, config)
         losses = [_train_step(model, optimizer, config, step) for step in range(BEFORE, BEFORE + AFTER)]
         (root / "losses.json").write_text(json.dumps(losses))
+
+
+def _chained(model: DistributedDataParallel, options: MegatronOptimizerConfig) -> ChainedOptimizer:
+    """Muon for what Megatron gives to it, Adam for the rest."""
+    embeddings = {"module.embedding.word_embeddings.weight", "module.output_layer.weight"}
+    params = {name: param for name, param in model.named_parameters()}
+    matrices = [param for name, param in params.items() if param.ndim == 2 and name not in embeddings]
+    decayed = [params[name] for name in embeddings & params.keys()]
+    vectors = [param for param in params.values() if param.ndim == 1]
+    lr, decay = OPTIMIZER.lr, OPTIMIZER.weight_decay
+    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, momentum=MUON.muon_momentum)
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=lr, betas=(OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2), eps=OPTIMIZER.adam_eps)
+    wrapped = [Float16OptimizerWithFloat16Params(one, options, None, lambda *_: None) for one in (muon, adam)]
+    for one in wrapped:
+        one.grad_stats_parallel_group = torch.distributed.group.WORLD
+    return ChainedOptimizer(wrapped)
+
+
+def _save_chained(root: Path, module: GPTModel, optimizer: ChainedOptimizer, common: dict[str, object]) -> None:
+    names = {param: name for name, param in module.named_parameters()}
+    states = {}
+    for one in optimizer.chained_optimizers:
+        for params, masters in zip(one.float16_groups, one.fp32_from_float16_groups, strict=True):
+            for param, master in zip(params, masters, strict=True):
+                found = {"weight": param, "master": master, **one.optimizer.state[master]}
+                states |= {f"{kind}/{names[param]}": value.detach().clone() for kind, value in found.items()}
+    root.mkdir(parents=True, exist_ok=True)
+    save_file({key: value for key, value in states.items() if not key.startswith("step/")}, root / "states.safetensors")
+    model_state = module.sharded_state_dict()
+    state = optimizer.sharded_state_dict(model_state, metadata={"chained_optim_avoid_prefix": True})
+    dist_checkpointing.save({**common, "model": model_state, "optimizer": state}, str(_new(root / "fully_reshardable")))
+    (_new(root / "torch") / "mp_rank_00").mkdir()
+    content = {**common, "model": module.state_dict_for_save_checkpoint(), "optimizer": optimizer.state_dict()}
+    torch.save(content, root / "torch" / f"iter_{BEFORE:07d}" / "mp_rank_00" / "model_optim_rng.pt")
 
 
 def spec_of(config: Config, settings: TransformerConfig) -> ModuleSpec:
@@ -203,6 +256,15 @@ def _train_step(model: DistributedDataParallel, optimizer: object, config: Confi
 
 
 def _save(root: Path, module: GPTModel, optimizer: object, config: Config) -> None:
+    common = {
+        "args": arguments_of(config),
+        "checkpoint_version": 3.0,
+        "iteration": BEFORE,
+        "opt_param_scheduler": {"num_steps": BEFORE * MICRO_BATCHES * 2},
+    }
+    if config.optimizer is MUON:
+        _save_chained(root, module, optimizer, common)
+        return
     (distributed,) = optimizer.chained_optimizers
     states = {}
     for name, param in module.named_parameters():
@@ -212,12 +274,6 @@ def _save(root: Path, module: GPTModel, optimizer: object, config: Config) -> No
         states[f"weight/{name}"] = param.detach().clone()
     root.mkdir(parents=True, exist_ok=True)
     save_file(_with_experts_joined(states), root / "states.safetensors")
-    common = {
-        "args": arguments_of(config),
-        "checkpoint_version": 3.0,
-        "iteration": BEFORE,
-        "opt_param_scheduler": {"num_steps": BEFORE * MICRO_BATCHES * 2},
-    }
     for kind in ("dp_reshardable", "fully_reshardable"):
         model_state = module.sharded_state_dict()
         optimizer_state = optimizer.sharded_state_dict(
