@@ -26,7 +26,7 @@ from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
-from tests.harness.tiny_gpt import GPT3_STYLE, tiny_config, tiny_optimizer
+from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config, tiny_optimizer
 
 #: Buckets smaller than a space, so that every parameter is in several ranks' shards.
 BUCKETS = ParallelConfig(ddp_bucket_size=1 << 15)
@@ -108,6 +108,18 @@ def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path, form: str) -> 
     config = config_of(FORMS[form])
     straight = run(ranks, 2, config, 5, None, None)
     run(ranks, 2, config, 3, None, tmp_path)
+    for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
+        assert_goes_on(resumed, expected)
+
+
+def test_experts_in_blocks_go_on(ranks: RankPool, tmp_path: Path) -> None:
+    """On two expert-parallel ranks."""
+    sizes = {"moe_ffn_hidden_size": 128, "num_query_groups": 4, "seq_length": 64}
+    model = replace(LLAMA_STYLE, num_layers=1, num_experts=4, **sizes)  # type: ignore[arg-type]
+    parallel = replace(BUCKETS, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall")
+    config = tiny_config(model, precision=PrecisionConfig(fp8_recipe="blockwise"), parallel=parallel)
+    straight = run(ranks, 2, config, 4, None, None)
+    run(ranks, 2, config, 2, None, tmp_path)
     for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
         assert_goes_on(resumed, expected)
 

@@ -59,7 +59,7 @@ def train_steps(gpt: TinyGPT, config: Config, first: int, num_steps: int, num_mi
     dp = gpt.topology.dp
     losses = []
     for step in range(first, first + num_steps):
-        batches = random_batches(1, num_micro_batches, seed=step)[0]
+        batches = random_batches(1, num_micro_batches, seq_length=config.model.seq_length, seed=step)[0]
         losses.append(forward_backward(gpt, config, batches[dp.rank() :: dp.size()]))
         gpt.optimizer.step()
         for chunk in gpt.chunks:
