@@ -16,9 +16,11 @@ from ..sharding.gradient import GradBuffer
 from ..sharding.partition import ParamSpace, StorageClass
 from ..sharding.released_grads import ReleasedGrad, ReleasedGradBuffer
 from ..sharding.storage import ModelStorage
+from ..update_rules import RULES
 from . import statistics
 from .hyperparameters import OptimizerSettings
 from .loss_scale import LossScale
+from .matrix_state import MatrixSpaceState
 from .rules.rule import all_states
 from .space_optimizer import OptimizedSpace, SpaceOptimizer
 from .state import SpaceState
@@ -178,6 +180,18 @@ class FP8DistributedOptimizer(SpaceOptimizer):
     def num_zeros_in_grad(self) -> Tensor:
         """`statistics.num_zeros` of this optimizer's gradients."""
         return statistics.num_zeros(self.buffers, self._world, self.device)
+
+    def measure_updates(self, measures: bool) -> bool:
+        """Let whole matrices be measured in the next step, or not; whether the update rule has such. Called by every
+        rank, before the backward, which may update."""
+        for state in self.states:
+            if isinstance(state, MatrixSpaceState):
+                state.measures = measures
+        return measures and RULES[self.settings.rule].rest is not None
+
+    def update_figures(self) -> dict[str, Tensor]:
+        """`statistics.update_figures` of this optimizer's state."""
+        return statistics.update_figures(self.states, self._world, self.device)
 
     @torch.no_grad()
     def step(self, loss: Tensor | None = None) -> Tensor:  # type: ignore[override]

@@ -32,10 +32,26 @@ _BATCH_NUMEL = 1 << 26
 _Run = tuple[Fragment, int, ops.FlatState, Tensor]
 
 
+#: Linear layers of a block by what Megatron's names of their weights contain, for `MatrixSpaceState.measured`.
+ROLES = ("qkv", "proj", "fc1", "fc2")
+
+
 class MatrixSpaceState(SpaceState):
-    """`SpaceState` of matrices."""
+    """`SpaceState` of matrices.
+
+    Attributes:
+        measures: whether updates are measured from now on.
+    """
 
     rule: MatrixRule
+    measures = False
+
+    @cached_property
+    def measured(self) -> Tensor:
+        """FP64 [roles + 2, 2], sums over what this rank made orthogonal since it was last zeroed: squares and number of
+        the elements of updates by role, those of no role last; then how far from orthogonal matrices are, and their
+        number."""
+        return torch.zeros(len(ROLES) + 2, 2, dtype=torch.float64, device=self.space.device)
 
     @cached_property
     def _turns(self) -> list[Turn]:
@@ -94,21 +110,30 @@ class MatrixSpaceState(SpaceState):
         self, owned: Sequence[WholeMatrix], directions: Sequence[Tensor], group: Mapping[str, Any]
     ) -> None:
         """Make of whole matrices what the rule does, in place. Those of one shape are made together."""
-        alike: dict[tuple[int, ...], list[Tensor]] = {}
+        alike: dict[tuple[int, int, int, int], list[Tensor]] = {}
         for matrix, stored in zip(owned, directions, strict=True):
             split = matrix.slot.row_split
             for part in (stored,) if split is None else split.split(stored):
                 rows = math.prod(part.shape[1:-1])
-                alike.setdefault((_axis(matrix.slot) or 0, rows, part.shape[-1]), []).append(part)
-        for (axis, rows, columns), parts in alike.items():
+                alike.setdefault((_role(matrix.slot), _axis(matrix.slot) or 0, rows, part.shape[-1]), []).append(part)
+        for (role, axis, rows, columns), parts in alike.items():
             ranks = self.space.sharing.parts_with if axis else None
             for batch in _batches(parts):
                 stacked = [part.reshape(-1, rows, columns) for part in batch]
-                made = self.rule.orthogonal(
-                    stacked[0] if len(stacked) == 1 else torch.cat(stacked), group, ranks, axis or None
-                )
+                whole = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+                errors: list[Tensor] | None = [] if self.measures else None
+                made = self.rule.orthogonal(whole, group, ranks, axis or None, errors=errors)
+                if errors:
+                    self._measure(role, made, torch.cat(errors))
                 for part, result in zip(batch, made.split([len(part) for part in batch]), strict=True):
                     part.copy_(result.view_as(part))
+
+    def _measure(self, role: int, made: Tensor, errors: Tensor) -> None:
+        sums = self.measured
+        sums[role, 0] += torch.linalg.vector_norm(made, dtype=torch.float32).square()
+        sums[role, 1] += made.numel()
+        sums[-1, 0] += errors.sum()
+        sums[-1, 1] += errors.numel()
 
 
 class SplitMatrixState(MatrixSpaceState, SplitSpaceState):
@@ -209,6 +234,11 @@ def _batches(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     size = max(1, _BATCH_NUMEL // parts[0].numel())
     for start in range(0, len(parts), size):
         yield list(parts[start : start + size])
+
+
+def _role(slot: Slot) -> int:
+    """The number of its role; len(`ROLES`): it has none."""
+    return next((index for index, role in enumerate(ROLES) if f"linear_{role}." in slot.name), len(ROLES))
 
 
 def _axis(slot: Slot) -> int | None:

@@ -1,4 +1,5 @@
-"""Figures of the whole model that a run may report: the norm of its parameters, and zeros in its gradients."""
+"""Figures of the whole model that a run may report: the norm of its parameters, zeros in its gradients, and updates of
+whole matrices."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..device.group import Group
 from ..sharding.gradient import GradBuffer
+from .matrix_state import ROLES, MatrixSpaceState
 from .state import SpaceState
 
 #: Elements whose zeros are counted at once. The comparison takes a byte each.
@@ -43,6 +45,25 @@ def num_zeros(buffers: Iterable[GradBuffer], world: Group | None, device: torch.
                 bits = piece.view(torch.uint8) & 0x7F if piece.itemsize == 1 else piece
                 total -= torch.count_nonzero(bits)
     return _summed(total, world).float()
+
+
+def update_figures(states: Iterable[SpaceState], world: Group | None, device: torch.device) -> dict[str, Tensor]:
+    """Of the updates that were measured, which are zeroed, FP32 [1] each on the device: ``update_rms_<role>``, the root
+    mean square of an update's elements without the learning rate, and ``orthogonality_error``, the mean over matrices
+    of `newton_schulz.polar_factor`'s errors. NaN where there was none.
+
+    Called by every rank of `world`. Nothing waits for the device.
+    """
+    total = torch.zeros(len(ROLES) + 2, 2, dtype=torch.float64, device=device)
+    for state in states:
+        if isinstance(state, MatrixSpaceState) and state.measures:
+            if state.space.sharing.counts_in_norm:
+                total += state.measured
+            state.measured.zero_()
+    sums, counts = _summed(total, world).unbind(1)
+    means = sums / counts
+    figures = {f"update_rms_{role}": means[index].sqrt() for index, role in enumerate(ROLES)}
+    return {name: value.float().view(1) for name, value in {**figures, "orthogonality_error": means[-1]}.items()}
 
 
 def _summed(total: Tensor, world: Group | None) -> Tensor:

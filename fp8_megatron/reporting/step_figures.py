@@ -44,6 +44,17 @@ class StepFigures:
     """Norm of all master weights after the step; None if it is not asked for."""
     num_zeros: float | None = reported("train/num_zeros", default=None)
     """Elements of the averaged gradients that are 0; None if they are not asked for."""
+    update_rms_qkv: float | None = reported("optimizer/update_rms_qkv", default=None)
+    """Root mean square of the elements of the orthogonal updates of QKV projections, without the learning rate; None if
+    not measured."""
+    update_rms_proj: float | None = reported("optimizer/update_rms_proj", default=None)
+    """That of attention's output projections."""
+    update_rms_fc1: float | None = reported("optimizer/update_rms_fc1", default=None)
+    """That of the first linear layers of MLPs and experts."""
+    update_rms_fc2: float | None = reported("optimizer/update_rms_fc2", default=None)
+    """That of the second ones."""
+    orthogonality_error: float | None = reported("optimizer/orthogonality_error", default=None)
+    """How far orthogonal updates are from that, ‖X·Xᵀ·v − v‖ / ‖v‖, mean over matrices; None if not measured."""
     grad_underflow_fraction: float | None = reported("fp8/grad_underflow_fraction", default=None)
     """Fraction of the non-zero weight gradient elements that a cast to FP8 made zero, over all ranks; None if not
     measured."""

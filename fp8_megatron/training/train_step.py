@@ -41,7 +41,8 @@ def train_step(
     Args:
         stop: what this rank asks to stop for, if anything. The collective that sums the loss shares it with all ranks.
         num_micro_batches: of this step; None: as many as `state` was built for. The batch may grow up to those.
-        measures_underflow: count weight-gradient elements that the cast to FP8 makes zero, in a sample of large ones.
+        measures_underflow: count weight-gradient elements that the cast to FP8 makes zero, in a sample of large ones;
+            measure updates of whole matrices.
         samples_casts: measure every cast of the first micro-batch, with `state.sampler`; also measures underflow.
         graph: from `step_graph`; it runs forward, backward and the reduction of gradients.
         before_update: called between the gradients and the update.
@@ -52,6 +53,7 @@ def train_step(
     """
     measured = {"measures_underflow": measures_underflow or samples_casts, "samples_casts": samples_casts}
     num_micro_batches = num_micro_batches or state.num_micro_batches
+    has_updates = state.optimizer.measure_updates(measured["measures_underflow"])
     if graph is not None:
         gradients = graph(loader, num_micro_batches, **measured)
     else:
@@ -75,7 +77,7 @@ def train_step(
         autoscaling=_autoscaling(state),
         routed=_routed(state),
     )
-    return torch.cat([StepFigures.pack(grad_norm=grad_norm, **figures, **_statistics(state)), reports])
+    return torch.cat([StepFigures.pack(grad_norm=grad_norm, **figures, **_statistics(state, has_updates)), reports])
 
 
 def compute_gradients(
@@ -264,8 +266,9 @@ def _routed(state: TrainingState) -> Tensor | None:
     return state.routers.pack({router.layer_number - 1: (router.load, router.means) for router in own}, state.device)
 
 
-def _statistics(state: TrainingState) -> dict[str, Tensor]:
-    """The loss scale, and the figures of the whole model that the configuration asks for."""
+def _statistics(state: TrainingState, has_updates: bool) -> dict[str, Tensor]:
+    """The loss scale, the figures of the whole model that the configuration asks for, and those of updates if they were
+    measured."""
     logging, optimizer, figures = state.config.logging, state.optimizer, {}
     if optimizer.loss_scale is not None:
         figures["loss_scale"] = optimizer.loss_scale.scale.view(1)
@@ -273,7 +276,7 @@ def _statistics(state: TrainingState) -> dict[str, Tensor]:
         figures["params_norm"] = optimizer.params_norm()
     if logging.log_num_zeros_in_grad:
         figures["num_zeros"] = optimizer.num_zeros_in_grad()
-    return figures
+    return figures | (optimizer.update_figures() if has_updates else {})
 
 
 def _part_of_loss(losses: list[dict[str, Tensor]], state: TrainingState) -> Tensor:

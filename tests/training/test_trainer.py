@@ -483,6 +483,23 @@ def test_underflow_is_measured_where_gradients_are_fp8(tmp_path: Path) -> None:
         assert all(r["grad_underflow_fraction"] is None for r in records if r["kind"] == "train")
 
 
+def test_updates_of_matrices_are_measured_on_logged_steps(tmp_path: Path) -> None:
+    """Under the spectral scale the RMS is that of the singular values: 0.68 to 1.14 of those of full rank."""
+    names = ("update_rms_qkv", "update_rms_proj", "update_rms_fc1", "update_rms_fc2", "orthogonality_error")
+    found = []
+    for factor in (1.0, 0.25):
+        flags = {"optimizer": "muon", "muon_extra_scale_factor": factor}
+        records = fit(tmp_path / str(factor), train_iters=4, log_interval=2, **flags)
+        rows = [[record[name] for name in names] for record in records if record["kind"] == "train"]
+        assert [None in row for row in rows] == [True, False, True, False] and not any(rows[0])
+        found.append(rows[1])
+        *roles, error = rows[1]
+        assert all(0.3 * factor < rms < 1.2 * factor for rms in roles) and 0.0 < error < 0.6
+    assert found[0][-1] == pytest.approx(found[1][-1], rel=0.1)  # other weights after the first step
+    records = fit(tmp_path / "adamw", train_iters=2, log_interval=1)
+    assert all(record[name] is None for record in records if record["kind"] == "train" for name in names)
+
+
 @pytest.mark.parametrize(
     ("warmup_iters", "expected"), [(3, None), (4, "is cut to 3 steps"), (2000, "is cut to 3 steps")]
 )

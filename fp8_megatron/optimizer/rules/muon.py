@@ -53,7 +53,13 @@ class Muon(MatrixRule):
         return torch.lerp(grad, buffer, momentum) if group["nesterov"] else buffer, [buffer]
 
     def orthogonal(
-        self, matrices: Tensor, group: Mapping[str, Any], ranks: Group | None = None, axis: int | None = None
+        self,
+        matrices: Tensor,
+        group: Mapping[str, Any],
+        ranks: Group | None = None,
+        axis: int | None = None,
+        *,
+        errors: list[Tensor] | None = None,
     ) -> Tensor:
         steps = _steps(group)
         # The trainer's group has the eps of AdamW, for the other parameters.
@@ -61,18 +67,17 @@ class Muon(MatrixRule):
         mode = "blockwise" if ranks is None else group["tp_mode"]
         rows, columns = matrices.shape[1:]
         if mode == "blockwise":
-            result = polar_factor(matrices, steps, eps=eps)
+            result = polar_factor(matrices, steps, eps=eps, errors=errors)
         else:
             assert ranks is not None and axis is not None
             rows, columns = (size * (ranks.size() if axis == dim else 1) for dim, size in ((1, rows), (2, columns)))
             if mode == "distributed":
-                result = polar_factor(matrices, steps, eps=eps, group=ranks, axis=axis)
+                result = polar_factor(matrices, steps, eps=eps, group=ranks, axis=axis, errors=errors)
             else:
                 parts = [torch.empty_like(matrices) for _ in range(ranks.size())]
                 torch.distributed.all_gather(parts, matrices.contiguous(), group=ranks)
-                result = polar_factor(torch.cat(parts, dim=axis), steps, eps=eps).chunk(ranks.size(), axis)[
-                    ranks.rank()
-                ]
+                whole = polar_factor(torch.cat(parts, dim=axis), steps, eps=eps, errors=errors)
+                result = whole.chunk(ranks.size(), axis)[ranks.rank()]
         return result * _scale(group, rows, columns)
 
     def largest_update(self, shapes: Sequence[tuple[int, int]], group: Mapping[str, Any]) -> float:

@@ -92,13 +92,20 @@ class MatrixRule(UpdateRule):
 
     @abstractmethod
     def orthogonal(
-        self, matrices: Tensor, group: Mapping[str, Any], ranks: Group | None = None, axis: int | None = None
+        self,
+        matrices: Tensor,
+        group: Mapping[str, Any],
+        ranks: Group | None = None,
+        axis: int | None = None,
+        *,
+        errors: list[Tensor] | None = None,
     ) -> Tensor:
         """What is subtracted from the weights, times lr.
 
         Args:
             matrices: directions, BF16 [b, rows, columns].
             ranks, axis: those that have parts of the same matrices along this axis (1 or 2); None: they are whole.
+            errors: how far from orthogonal each is, FP32 [b], is added; None: that is not measured.
         """
 
     @abstractmethod
