@@ -25,7 +25,7 @@ _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _HEADING = re.compile(r"^(#{1,6}) (.+)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
-_FIGURES = re.compile(r"<!-- figures\n(.*?)-->", re.DOTALL)
+_FIGURES = re.compile(r"<!-- figures:?\s(.*?)-->", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.,-])[-−+]?\d(?:[\d,]*\d)?(?:\.\d+)?(?!\w)")
 
 
