@@ -1,7 +1,8 @@
 """State of a space whose rule needs whole matrices (`rules.rule.MatrixRule`).
 
 A step goes through the matrices in turns (`sharding.whole_matrices`): the new states and directions of this rank's
-shard, the matrices that it owns, and the update of its shard.
+shard, the matrices that it owns, and the update of its shard. Three turns are under way at a time, so that exchanges
+overlap what is computed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .state import SpaceState
 
 #: Elements of matrices of one shape that are made orthogonal together.
 _BATCH_NUMEL = 1 << 26
+
+_END = object()
 
 #: A part of a turn: its place in the shard, where it starts in the turn's parts, its gradient, and its step number.
 _Run = tuple[Fragment, int, ops.FlatState, Tensor]
@@ -65,8 +68,14 @@ class MatrixSpaceState(SpaceState):
         grad_factor: Tensor,
     ) -> None:
         written = self._weights_to_write()
+        under_way: list[Iterator[None]] = []
         for turn in self._turns:
-            self._step_of(turn, list(_runs(turn, buffer, parts)), written, group, grad_factor)
+            under_way.append(self._stages(turn, list(_runs(turn, buffer, parts)), written, group, grad_factor))
+            if turn.ranks.size > 1:
+                under_way = _next_stages(under_way)
+            else:  # nothing travels, and one turn takes the least memory
+                _finish(under_way)
+        _finish(under_way)
         self._publish_weights(written)
 
     def update_slot(
@@ -80,16 +89,18 @@ class MatrixSpaceState(SpaceState):
         slot = grad.slot
         runs = [(Fragment(slot.offset, 0, slot.padded), 0, ops.FlatState(grad.payload, grad.scales), step_count)]
         turn = Turn(self.space, tuple(matrices_of(self.space, slot)))
-        self._step_of(turn, runs, self._weights_to_write(), group, grad_factor)
+        _finish([self._stages(turn, runs, self._weights_to_write(), group, grad_factor)])
 
-    def _step_of(
+    def _stages(
         self,
         turn: Turn,
         runs: Sequence[_Run],
         written: Tensor | None,
         group: Mapping[str, Any],
         grad_factor: Tensor,
-    ) -> None:
+    ) -> Iterator[None]:
+        """The step of a turn's matrices, in three stages. Between them its directions travel to the owners, and what
+        these have made travels back."""
         parts = torch.zeros(turn.numel, dtype=torch.bfloat16, device=self.space.device)
         for place, start, grad, step in runs:
             ops.direction_step_(
@@ -99,9 +110,14 @@ class MatrixSpaceState(SpaceState):
                 grad_factor=grad_factor,
                 step=step,
             )
-        directions = turn.gather(parts)
+        sent = turn.gather(parts)
+        yield
+        directions = turn.gathered(sent, parts)
         self._orthogonal_(turn.owned, directions, group)
-        turn.scatter(directions, parts)
+        sent = turn.scatter(directions, parts)
+        del directions
+        yield
+        turn.scattered(sent, parts)
         for place, start, _, step in runs:
             made = ops.FlatState(parts[start : start + place.length])
             self._step(place, made, written, group, grad_factor, step)
@@ -210,6 +226,17 @@ class SplitMatrixState(MatrixSpaceState, SplitSpaceState):
             step=step_count,
             chunk_amax=self.chunk_amax[chunks],
         )
+
+
+def _next_stages(under_way: list[Iterator[None]]) -> list[Iterator[None]]:
+    """Do the next stage of each, the newest first: what it sends travels while older ones compute. Returns those that
+    go on."""
+    return [stages for stages in reversed(under_way) if next(stages, _END) is not _END][::-1]
+
+
+def _finish(under_way: list[Iterator[None]]) -> None:
+    while under_way:
+        under_way[:] = _next_stages(under_way)
 
 
 def _shapes(slot: Slot, ranks: Group | None) -> list[tuple[int, int]]:

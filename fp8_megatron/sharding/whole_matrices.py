@@ -3,7 +3,7 @@
 A space is cut evenly over its replicas, across matrices; under torch's ``fully_shard`` each rank has a space of its own
 rows. In a turn each rank sends what it has of a matrix to the matrix's owner, and gets its part of the owner's result
 back (Dion, arXiv 2504.05295, does so with momentum). Owners are chosen by cost. One rank sends nothing: its matrices
-are views of its parts.
+are views of its parts. Exchanges travel while the caller computes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,6 +122,25 @@ class _Piece:
         return parts[self.place : self.place + self.length]
 
 
+class Sent(NamedTuple):
+    """An exchange under way.
+
+    Attributes:
+        received: what ranks send this one, once `wait` has returned.
+        pieces: what this rank sends, kept so long.
+    """
+
+    received: Tensor
+    pieces: Tensor
+    work: torch.distributed.Work | None
+
+    def wait(self) -> Tensor:
+        """`received`. On CUDA the stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
 @dataclass(frozen=True)
 class Turn:
     """Matrices that lie one after another in a space and are whole at one time."""
@@ -180,17 +200,21 @@ class Turn:
             pieces.append(_Piece(part.slot_start, place, part.length))
         return pieces
 
-    def gather(self, parts: Tensor) -> list[Tensor]:
-        """Each owned matrix [b, rows, columns] from what all ranks have of it; called by all of them.
+    def gather(self, parts: Tensor) -> Sent:
+        """Send what this rank has of matrices to their owners, for `gathered`; called by all ranks.
 
         Args:
-            parts: of this rank, [numel]. One rank gets views of them.
+            parts: of this rank, [numel].
         """
+        pieces = [piece.of_parts(parts) for pieces in self._to_owners for piece in pieces]
+        return self._swap(pieces, parts, self._to_owners, self._from_holders)
+
+    def gathered(self, sent: Sent, parts: Tensor) -> list[Tensor]:
+        """Each owned matrix [b, rows, columns] from what all ranks have sent; one rank gets views of `parts`."""
         if self.ranks.size == 1:
             first = self.matrices[0].start
             return [matrix.of(parts[matrix.start - first :][: matrix.numel]) for matrix in self.matrices]
-        sent = [piece.of_parts(parts) for pieces in self._to_owners for piece in pieces]
-        received = self._swap(sent, parts, self._to_owners, self._from_holders)
+        received = sent.wait()
         wholes = [parts.new_zeros(matrix.numel) for matrix in self.owned]
         start = 0
         for pieces in self._from_holders:
@@ -199,42 +223,49 @@ class Turn:
                 start += piece.length
         return [matrix.of(flat) for matrix, flat in zip(self.owned, wholes, strict=True)]
 
-    def scatter(self, results: Sequence[Tensor], out: Tensor) -> None:
-        """Write this rank's parts of what the owners have made; called by all ranks.
+    def scatter(self, results: Sequence[Tensor], out: Tensor) -> Sent:
+        """Send the ranks their parts of what the owners have made, for `scattered`; called by all ranks.
 
         Args:
-            results: what `gather` gave for `out`, with its new values.
+            results: what `gathered` gave for `out`, with its new values.
             out: [numel].
         """
         if self.ranks.size == 1:
-            return
+            return self._swap([], out, [], [])
         flat = [matrix.flattened(result) for matrix, result in zip(self.owned, results, strict=True)]
-        sent = [piece.of_matrix(flat[piece.place]) for pieces in self._from_holders for piece in pieces]
-        received = self._swap(sent, out, self._from_holders, self._to_owners)
-        start = 0
+        pieces = [piece.of_matrix(flat[piece.place]) for pieces in self._from_holders for piece in pieces]
+        return self._swap(pieces, out, self._from_holders, self._to_owners)
+
+    def scattered(self, sent: Sent, out: Tensor) -> None:
+        """Write this rank's parts of what all ranks have sent."""
+        if self.ranks.size == 1:
+            return
+        received, start = sent.wait(), 0
         for piece in (piece for pieces in self._to_owners for piece in pieces):
             piece.of_parts(out).copy_(received[start : start + piece.length])
             start += piece.length
 
     def _swap(
-        self, sent: Sequence[Tensor], like: Tensor, to: Sequence[list[_Piece]], come: Sequence[list[_Piece]]
-    ) -> Tensor:
-        """What the ranks sent this one, in their order.
+        self, pieces: Sequence[Tensor], like: Tensor, to: Sequence[list[_Piece]], come: Sequence[list[_Piece]]
+    ) -> Sent:
+        """Send pieces, and receive those of all ranks in their order.
 
         Args:
-            sent: this rank's pieces, by the rank that they go to.
+            pieces: this rank's, by the rank that they go to.
             like: a tensor of the dtype.
             to, come: the pieces that go to each rank, and that come from each.
         """
-        flat = torch.cat(list(sent)) if sent else like[:0]
+        if self.ranks.size == 1:
+            return Sent(like, like, None)
+        flat = torch.cat(list(pieces)) if pieces else like[:0]
         counts, counts_received = (
             [sum(piece.length for piece in pieces) * like.itemsize for pieces in table] for table in (to, come)
         )
         received = torch.empty(sum(counts_received), dtype=torch.uint8, device=like.device)
-        torch.distributed.all_to_all_single(
-            received, flat.view(torch.uint8), counts_received, counts, group=self.ranks.group
+        work = torch.distributed.all_to_all_single(
+            received, flat.view(torch.uint8), counts_received, counts, group=self.ranks.group, async_op=True
         )
-        return received.view(like.dtype)
+        return Sent(received.view(like.dtype), flat, work)
 
 
 def matrices_of(space: ParamSpace, slot: Slot) -> list[WholeMatrix]:

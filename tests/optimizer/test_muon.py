@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fp8_megatron.config.schema import PrecisionConfig
 from fp8_megatron.device.group import Group
+from fp8_megatron.optimizer import matrix_state
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.hyperparameters import OptimizerSettings
 from fp8_megatron.optimizer.newton_schulz import COEFFICIENTS, polar_factor, steps_of
@@ -18,9 +20,10 @@ from fp8_megatron.planning.memory import model_storage
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.data_parallel import DataParallelModule, Exchange, finish_gradients
-from fp8_megatron.sharding.partition import RowSplit
+from fp8_megatron.sharding.partition import ParamSpace, RowSplit
 from fp8_megatron.sharding.region import Region
 from fp8_megatron.sharding.replicas import Replicas, Sharing
+from fp8_megatron.sharding.whole_matrices import Turn, turns
 from fp8_megatron.storage import StorageDtype
 from tests.harness.ranks import RankPool, on_default_group
 
@@ -225,6 +228,26 @@ def test_sharded_is_unsharded(ranks: RankPool, level: str, num_ranks: int, bucke
         for kind in Outcome._fields:
             for name, value in getattr(single, kind).items():
                 assert torch.equal(getattr(outcome, kind)[name], value), f"{kind} of {name}"
+
+
+def train_in_turns(group: Group, level: str) -> Outcome:
+    """A turn for each matrix, and so several under way."""
+
+    def alone(space: ParamSpace, cost: Any) -> list[Turn]:
+        return [Turn(space, (matrix,)) for turn in turns(space, cost) for matrix in turn.matrices]
+
+    with patch.object(matrix_state, "turns", alone):
+        return train(group, PRECISIONS[level], {})
+
+
+@pytest.mark.parametrize("level", ["O3", "split"])
+def test_turns_under_way_together_change_no_bit(ranks: RankPool, level: str) -> None:
+    (single,) = ranks.run(on_default_group, train, PRECISIONS[level], {}, num_ranks=1)
+    for num_ranks in (1, 2):
+        for outcome in ranks.run(on_default_group, train_in_turns, level, num_ranks=num_ranks):
+            for kind in Outcome._fields:
+                for name, value in getattr(single, kind).items():
+                    assert torch.equal(getattr(outcome, kind)[name], value), f"{kind} of {name}"
 
 
 @pytest.mark.parametrize("level", ["O3", "O2", "split"])
