@@ -172,8 +172,8 @@ class FullyShard(ModelRanks):
             self._check_storage(one)
             if isinstance(rule, MatrixRule) and 0 in one.region.part_sizes:
                 raise OptimizerError(
-                    f"{name} {tuple(param.shape)} has fewer rows than there are ranks ({one.group.size()}), and Muon "
-                    f"takes a part of a matrix from each: give it to an AdamW"
+                    f"{name} {tuple(param.shape)} has fewer rows than there are ranks ({one.group.size()}), and each "
+                    f"has a part of a matrix that is updated whole: give it to an AdamW"
                 )
         return one
 

@@ -56,7 +56,7 @@ def initialize(
         optimizer: torch's AdamW or Adam, or another that `update_rules` knows, over the model's parameters, before its
             first step. Do not use it again; its param groups belong to the returned optimizer. Linear layers that are
             trained and that it does not have stay as they are, for another optimizer. Or a list of optimizers that
-            share all trained parameters, such as [Muon(…), AdamW(…)]: the returned one steps for all of them.
+            share all trained parameters, one for matrices and one for the rest: the returned one steps for all of them.
         opt_level: storage of a trained linear layer. Bytes a parameter: O1 11 (weight FP16, gradient FP8, moments
             FP32), O2 6 (moments FP8 and FP16), O3 7 (weight FP8, master FP16, the rest as O2).
         recipe: how operands of the GEMMs are scaled: tensorwise (by each tensor's own values), delayed (by the last 16

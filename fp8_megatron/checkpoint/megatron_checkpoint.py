@@ -31,7 +31,7 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 #: What Adam of Megatron-LM stores beside a weight. Optimizers without it are not read.
 STATES = ("exp_avg", "exp_avg_sq")
-#: What Megatron-LM's Muon stores of a matrix; other weights have Adam's.
+#: What Megatron-LM's optimizers of matrices store; other weights have Adam's.
 MOMENTUM = "momentum_buffer"
 
 

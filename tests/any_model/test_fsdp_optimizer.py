@@ -245,7 +245,7 @@ def test_errors_name_the_fix(ranks: RankPool) -> None:
         "recipe: fully_shard has sharded the model already",
         "0.weight has an FP8 optimizer already",
         "1.weight is not sharded",
-        "1.weight (2, 48) has fewer rows than there are ranks (3), and Muon",
+        "1.weight (2, 48) has fewer rows than there are ranks (3)",
     ]
     for found in ranks.run(on_default_group, errors, num_ranks=3):
         assert len(found) == len(wanted), found
