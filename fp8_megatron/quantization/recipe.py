@@ -196,12 +196,8 @@ class Recipe:
 
     def expert_quantizers(self) -> LinearQuantizers:
         """Quantisers of a linear layer of experts, which share the scales of input and output gradient. Their weight
-        gradients have scales of their own blocks, and no cast of weights is measured.
-
-        Scales of blocks are powers of two: so their tokens are cast again in the order of experts without rounding them
-        again (`ops.gather_blocks`; arXiv 2412.19437, section 3.3.2, does the same).
-        """
-        roles = self.roles if self.roles.input.takes_scale else roles_of(self.name, True)
+        gradients have scales of their own blocks, and no cast of weights is measured."""
+        roles = self.roles
         return LinearQuantizers(
             self.quantizer(roles.input), roles.weight, self.quantizer(roles.grad_output, Role.GRAD_OUTPUT)
         )

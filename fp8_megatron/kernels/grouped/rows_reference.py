@@ -160,8 +160,8 @@ def gather_blocks(
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`gather_rows` of tokens with scales of blocks, which go with their rows. Blocks of the transpose lie along the
-    rows of an expert, so its values are cast again. If all scales are powers of two, that rounds no value again but
-    those which become subnormal.
+    rows of an expert, so its values are cast again, which rounds them twice. If all scales are powers of two, only what
+    becomes subnormal is rounded again (arXiv 2412.19437, section 3.3.2).
 
     Args:
         x: FP8 [T, H], the rows with any stride; H is a multiple of 128. scales: FP32 [H / 128, T], with any strides.
