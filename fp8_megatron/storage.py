@@ -23,6 +23,8 @@ CHUNK = 4096
 GEMM_BLOCK = 128
 #: Elements along K that share one E8M0 scale in an operand of the MX GEMM.
 MX_BLOCK = 32
+#: Elements along K that share one E4M3 scale in an operand of the NVFP4 GEMM.
+NV_BLOCK = 16
 
 #: Hopper's FP8 tensor cores take operand sizes in multiples of this.
 FP8_GEMM_MULTIPLE = 16
@@ -30,7 +32,7 @@ FP8_GEMM_MULTIPLE = 16
 GROUP_ROWS = 128
 
 #: The recipes of FP8 layers; `formats.recipes` says which formats each one has.
-RecipeName = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
+RecipeName = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
 
 
 class StorageDtype(str, Enum):

@@ -60,7 +60,8 @@ def initialize(
         opt_level: storage of a trained linear layer. Bytes a parameter: O1 11 (weight FP16, gradient FP8, moments
             FP32), O2 6 (moments FP8 and FP16), O3 7 (weight FP8, master FP16, the rest as O2).
         recipe: how operands of the GEMMs are scaled: tensorwise (by each tensor's own values), delayed (by the last 16
-            steps' values), blockwise (128 values share a scale), mxfp8 (32 values).
+            steps' values), blockwise (128 values share a scale), mxfp8 (32 values), nvfp4 (16
+            values, of 4 bits).
         process_group: data-parallel ranks; None: all ranks of torch.distributed, if it is initialised.
         filter: (name, layer) → whether the layer may become FP8; None: all whose sizes an FP8 GEMM takes.
         gradient_accumulation_steps: backward passes per step. It saves the first step from moving its gradients to

@@ -278,7 +278,7 @@ def chosen_precision(given: Mapping[str, tuple[str, ...]], base: PrecisionConfig
         notes.append(f"--fp16 beside {fp8_flags[0]}: the 16-bit type of FP8 layers is BF16, without a loss scale")
     recipe = given["fp8_recipe"][0] if "fp8_recipe" in given else settings.get("fp8_recipe", base.fp8_recipe)
     asks_for_e4m3 = "fp8_e4m3" in given or given.get("fp8_format") == ("e4m3",)
-    if asks_for_e4m3 and recipe not in ("blockwise", "mxfp8"):
+    if asks_for_e4m3 and recipe not in ("blockwise", "mxfp8", "nvfp4"):
         return _problem(
             f"{'--fp8-e4m3' if 'fp8_e4m3' in given else '--fp8-format e4m3'}: output gradients are E5M2 under "
             f"fp8_recipe({recipe}); give --fp8-format hybrid, or --fp8-recipe blockwise"

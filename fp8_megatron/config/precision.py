@@ -7,14 +7,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..storage import FP8_GEMM_MULTIPLE, GEMM_BLOCK, LEVELS, MX_BLOCK, RecipeName, StorageDtype, StorageFormats
+from ..storage import (
+    FP8_GEMM_MULTIPLE,
+    GEMM_BLOCK,
+    LEVELS,
+    MX_BLOCK,
+    NV_BLOCK,
+    RecipeName,
+    StorageDtype,
+    StorageFormats,
+)
 from .fields import BelowOne, Count, History, LayersOrZero, Margin
 
 Precision = Literal["bf16", "fp16", "te", "fp8"]
 OptLevel = Literal["O1", "O2", "O3"]
 
 #: Elements along a GEMM's sum that share a scale, in recipes whose blocks do not cross ranks.
-_BLOCKS: dict[RecipeName, int] = {"blockwise": GEMM_BLOCK, "mxfp8": MX_BLOCK}
+_BLOCKS: dict[RecipeName, int] = {"blockwise": GEMM_BLOCK, "mxfp8": MX_BLOCK, "nvfp4": NV_BLOCK}
 
 #: The dtypes of each kind of storage. Each companded integer is made for one moment, split for masters of FP8 weights.
 WeightDtype = Literal[StorageDtype.FP32, StorageDtype.BF16, StorageDtype.FP16, StorageDtype.FP8]
@@ -35,7 +44,7 @@ class PrecisionConfig:
     fp8_recipe: RecipeName = "delayed"
     """Scales of the operands of FP8 GEMMs. delayed: one per tensor, from past steps. tensorwise: one per tensor, from
     its values. blockwise: one per 1×128 elements of activations and gradients and per 128×128 of weights (Hopper).
-    mxfp8: one per 32 elements, a power of two (Blackwell)."""
+    mxfp8: one per 32 elements, a power of two (Blackwell). nvfp4: 4 bits, emulated on a CPU."""
     fp8_fallback_recipe: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
     """The recipe that layers leave --fp8-recipe delayed for in mid-run, when one of the next two flags says so."""
     fp8_fallback_iter: Count | None = None

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from ..storage import RecipeName
-from . import blockwise, mxfp8, tensorwise
+from . import blockwise, mxfp8, nvfp4, tensorwise
 from .format import Roles
 
 _ROLES: dict[RecipeName, Callable[[bool], Roles]] = {
@@ -14,6 +14,7 @@ _ROLES: dict[RecipeName, Callable[[bool], Roles]] = {
     "delayed": tensorwise.roles,
     "blockwise": blockwise.roles,
     "mxfp8": mxfp8.roles,
+    "nvfp4": nvfp4.roles,
 }
 
 

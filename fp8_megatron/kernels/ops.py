@@ -39,6 +39,7 @@ from .quantize import reference as _quantize
 from .quantize.blocks import dequantize_blocks
 from .quantize.blockwise import load_state
 from .quantize.mx import dequantize_mx
+from .quantize.nvfp4 import dequantize_nvfp4, packed_e2m1, quantize_nvfp4
 from .reference import decode, encode, round_up_to_power_of_two, scale_from_amax
 from .registration import callable_of
 from .rope import reference as _rope

@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ...dtypes import FP8_DTYPES, GEMM_BLOCK, MAX_FINITE, MX_BLOCK
+from ...dtypes import FP8_DTYPES, GEMM_BLOCK, MAX_FINITE, MX_BLOCK, NV_BLOCK
 from ..reference import decode
 from ..registration import operator
 
@@ -51,8 +51,8 @@ NUM_EXPONENTS = NUM_STATISTICS - Statistic.EXPONENTS.value
 
 
 def measured_block(value: Tensor, scales: Tensor) -> int:
-    """How many columns of `value` [M, K] a column of `scales` is for: 128 or 32."""
-    for block in (GEMM_BLOCK, MX_BLOCK):
+    """How many columns of `value` [M, K] a column of `scales` is for: 128, 32 or 16."""
+    for block in (GEMM_BLOCK, MX_BLOCK, NV_BLOCK):
         if scales.shape == (value.shape[0], -(-value.shape[1] // block)):
             return block
     raise AssertionError(f"scales {list(scales.shape)} are not those of a matrix {list(value.shape)}")
@@ -71,8 +71,8 @@ def measure_cast_(value: Tensor, payload: Tensor, scales: Tensor, statistics: Te
 
     Args:
         value: x [M, K] before the cast, any float dtype; payload: FP8 [M, K]. Their rows may be strided.
-        scales: FP32 [M, ⌈K / 128⌉] or [M, K / 32], the scale of 128 or 32 elements of a row each, with any strides. An
-            expanded tensor is one scale for all.
+        scales: FP32 [M, ⌈K / 128⌉], [M, K / 32] or [M, K / 16], one for as many elements of a row, with any strides.
+            An expanded tensor is one scale for all.
         statistics: FP64 [`NUM_STATISTICS`].
     """
     x = value.float()
