@@ -129,19 +129,19 @@ def _swish_derivative(x: Tensor, *, slope: float) -> Tensor:
     return sigmoid * (1.0 + slope * x * (1.0 - sigmoid))
 
 
-def _clamped_swish(x: Tensor, limit: float, alpha: float) -> Tensor:
+def _clamped_swish(x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
     return _swish(x.clamp(max=limit), slope=alpha)
 
 
-def _clamped_swish_derivative(x: Tensor, limit: float, alpha: float) -> Tensor:
+def _clamped_swish_derivative(x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
     return _swish_derivative(x.clamp(max=limit), slope=alpha).masked_fill(x > limit, 0.0)
 
 
-def _clamped_up(x: Tensor, limit: float, alpha: float) -> Tensor:
-    return x.clamp(-limit, limit) + 1.0
+def _clamped_up(x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
+    return x.clamp(-limit, limit) + offset
 
 
-def _clamped_up_derivative(x: Tensor, limit: float, alpha: float) -> Tensor:
+def _clamped_up_derivative(x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
     return x.new_ones(x.shape).masked_fill(x.abs() > limit, 0.0)
 
 
@@ -177,7 +177,7 @@ KINDS: Mapping[str, ActivationKind] = MappingProxyType(
             is_gated=True,
             te_name="qgeglu",
         ),
-        # as in gpt-oss
+        # as in gpt-oss; with alpha 1 and offset 0 SwiGLU of inputs within ± limit
         "clamped_swiglu": ActivationKind(
             "clamped SwiGLU",
             _clamped_swish,
@@ -185,7 +185,7 @@ KINDS: Mapping[str, ActivationKind] = MappingProxyType(
             is_gated=True,
             up_value=_clamped_up,
             up_derivative=_clamped_up_derivative,
-            parameters={"limit": 7.0, "alpha": _QUICK},
+            parameters={"limit": 7.0, "alpha": _QUICK, "offset": 1.0},
             te_name="clamped_swiglu",
         ),
     }

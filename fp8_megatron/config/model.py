@@ -179,7 +179,8 @@ class DecoderConfig:
     quick_geglu: bool = False
     """Gated MLP with the sigmoid form of GELU instead of GELU."""
     activation_func_clamp_value: Positive | None = None
-    """For gpt-oss's MLP, with --quick-geglu and --glu-linear-offset 1: the most of gate and of the magnitude of up."""
+    """The most of gate and of the magnitude of up: with --swiglu, against outliers of its output, or as in gpt-oss with
+    --quick-geglu and --glu-linear-offset 1."""
     glu_linear_offset: NotNegative = 0.0
     """For gpt-oss's MLP: what is added to up."""
     bias_gelu_fusion: bool = True
@@ -225,8 +226,9 @@ class DecoderConfig:
     def activation(self) -> Activation:
         """The MLP's activation."""
         given, limit = self.given_activations, self.activation_func_clamp_value
-        if given == ["quick_geglu"] and self.glu_linear_offset == 1.0 and limit is not None:
-            return Activation("clamped_swiglu").with_parameters({"limit": limit})
+        if limit is not None and (given, self.glu_linear_offset) in ((["quick_geglu"], 1.0), (["swiglu"], 0.0)):
+            own = {"alpha": 1.0, "offset": 0.0} if self.swiglu else {}
+            return Activation("clamped_swiglu").with_parameters({"limit": limit, **own})
         if given:
             return Activation(given[0])
         is_fused = self.bias_gelu_fusion and not self.disable_bias_linear

@@ -123,7 +123,7 @@ FULL = "--recompute-granularity full "
         ),
         (
             1,
-            "--swiglu --activation-func-clamp-value 7",
+            "--swiglu --glu-linear-offset 1 --activation-func-clamp-value 7",
             "activation_func_clamp_value(7.0): gpt-oss's MLP alone has them",
         ),
         (1, "--quick-geglu --squared-relu", "squared_relu and quick_geglu are different activations"),

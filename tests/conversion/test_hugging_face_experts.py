@@ -203,7 +203,7 @@ def test_what_a_file_of_gpt_oss_does_not_say_is_the_published_models() -> None:
     assert model_from_json({**json.loads(theirs.to_json_string()), "vocab_size": theirs.vocab_size}) == model
     assert (model.num_experts, model.moe_router_topk, model.head_dim, model.query_groups) == (128, 4, 64, 8)
     assert model.windows == [127, None] * 18 and model.softmax_type == "learnable"
-    assert model.activation == Activation("clamped_swiglu", (7.0, 1.702))
+    assert model.activation == Activation("clamped_swiglu", (7.0, 1.702, 1.0))
     assert model.rope_magnitude == pytest.approx(0.1 * math.log(32) + 1)
     plain = replace(model, position_embedding_type="rope", vocab_size=theirs.vocab_size)
     settings = hugging_face_of_json({"model_type": "gpt_oss"}).json_from_model(plain, theirs.vocab_size, "float32")

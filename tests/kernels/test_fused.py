@@ -79,16 +79,16 @@ def double_activation(z: Tensor, function: Activation) -> Tensor:
         return torch.relu(z).square()
     gate, up = z.chunk(2, dim=1)
     if kind == "clamped_swiglu":
-        limit, alpha = function.parameters
+        limit, alpha, offset = function.parameters
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + 1.0)
+        return gate * torch.sigmoid(alpha * gate) * (up + offset)
     if kind == "quick_geglu":
         return gate * torch.sigmoid(1.702 * gate) * up
     assert kind == "swiglu"
     return torch.nn.functional.silu(gate) * up
 
 
-@pytest.mark.parametrize("function", [*map(Activation, KINDS), Activation("clamped_swiglu", (2.0, 1.0))], ids=str)
+@pytest.mark.parametrize("function", [*map(Activation, KINDS), Activation("clamped_swiglu", (2.0, 1.0, 0.0))], ids=str)
 @pytest.mark.parametrize("size", [0.01, 3.0, 300.0])
 def test_activation(function: Activation, size: float) -> None:
     z, grad = normal(T, function.row.num_inputs * K, seed=1, size=size), normal(T, K, seed=2, size=1e-4)

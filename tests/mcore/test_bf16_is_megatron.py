@@ -95,8 +95,14 @@ def _train_stock_model(config: Config, batches: Tensor) -> TinyRun:
         return TinyRun(losses, grad_norms, {name: master.detach() for name, master in masters.items()})
 
 
-@pytest.mark.parametrize("style", [GPT3_STYLE, LLAMA_STYLE], ids=["gpt3", "llama"])
-@pytest.mark.parametrize("backend", ["auto", "math"])
+@pytest.mark.parametrize(
+    ("style", "backend"),
+    [
+        *((style, backend) for style in (GPT3_STYLE, LLAMA_STYLE) for backend in ("auto", "math")),
+        (replace(LLAMA_STYLE, activation_func_clamp_value=0.1), "auto"),
+    ],
+    ids=["gpt3", "gpt3-math", "llama", "llama-math", "clamped"],
+)
 def test_follows_stock_megatron_step_for_step(
     ranks: RankPool, style: ModelConfig, backend: Literal["auto", "math"]
 ) -> None:

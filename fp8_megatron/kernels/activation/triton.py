@@ -110,10 +110,10 @@ def _normal(x):
 
 
 @triton.jit
-def _clamped(gate, up, LIMIT: tl.constexpr):
-    """Gate at most `LIMIT`, and up within ± `LIMIT`, plus 1. A NaN stays one."""
+def _clamped(gate, up, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """Gate at most `LIMIT`, and up within ± `LIMIT`, plus `OFFSET`. A NaN stays one."""
     clamped = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return tl.where(gate > LIMIT, LIMIT, gate), clamped + 1.0
+    return tl.where(gate > LIMIT, LIMIT, gate), clamped + OFFSET
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def _value(first, second, KIND: tl.constexpr):
     elif KIND[0] == "quick_geglu":
         return first * _sigmoid(_QUICK * first) * second
     elif KIND[0] == "clamped_swiglu":
-        gate, up = _clamped(first, second, KIND[2])
+        gate, up = _clamped(first, second, KIND[2], KIND[4])
         return gate * _sigmoid(KIND[3] * gate) * up
     elif KIND[0] == "squared_relu":
         positive = tl.where(first <= 0.0, 0.0, first)
@@ -148,7 +148,7 @@ def _value_and_derivatives(first, second, KIND: tl.constexpr):
         gated = first * sigmoid
         return gated * second, second * (sigmoid + _QUICK * (gated - gated * sigmoid)), gated
     elif KIND[0] == "clamped_swiglu":
-        gate, up = _clamped(first, second, KIND[2])
+        gate, up = _clamped(first, second, KIND[2], KIND[4])
         sigmoid = _sigmoid(KIND[3] * gate)
         gated = gate * sigmoid
         d_first = tl.where(first > KIND[2], 0.0, up * (sigmoid + KIND[3] * (gated - gated * sigmoid)))

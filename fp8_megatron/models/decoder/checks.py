@@ -86,8 +86,9 @@ def _activation_problems(config: Config) -> Iterator[str]:
     offset, limit = config.model.glu_linear_offset, config.model.activation_func_clamp_value
     if (offset, limit) != (0.0, None) and config.model.activation.kind != "clamped_swiglu":
         yield (
-            f"glu_linear_offset({offset}) and activation_func_clamp_value({limit}): gpt-oss's MLP alone has them; give "
-            f"--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7, or drop them"
+            f"glu_linear_offset({offset}) and activation_func_clamp_value({limit}): gpt-oss's MLP alone has them, "
+            f"and SwiGLU the clamp alone; give --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7, or "
+            f"--swiglu --activation-func-clamp-value 7, or drop them"
         )
 
 

@@ -330,7 +330,7 @@ def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
         (not model.uses_rope, positions),
         (model.normalization != "RMSNorm", f"normalization({model.normalization})"),
         sinks,
-        (model.activation.kind != activation, f"no {activation}"),
+        (model.activation.kind != activation or (family is GPT_OSS and model.swiglu), f"no {activation}"),
         (model.rotary_percent != 1.0, f"rotary_percent({model.rotary_percent})"),
         (model.rotary_interleaved, "rotary_interleaved"),
         (scales_twice, "use_rope_scaling beside rotary_seq_len_interpolation_factor"),
