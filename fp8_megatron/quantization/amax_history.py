@@ -30,6 +30,8 @@ _STRIDE = 4
 #: A step is skipped if a cast clamps more than this fraction of a tensor (docs/fp8_health.md). Normal values that
 #: grow by a factor of 5 between two steps reach it; in the first steps of a small model, 1% is an everyday event.
 MOST_SATURATED = 0.5
+#: Steps within which another cast of that kind is no accident: its amaxes count. From the third on the step counts too.
+RECURS_WITHIN = 16
 #: Steps after which slots that still saw no value are not waited for (`AmaxHistory.is_settled`).
 _SETTLED = 16
 #: Roles of tensors that are in proportion to the gradient of the loss.
@@ -276,11 +278,12 @@ class AmaxHistory:
             self._streak,
             num_roles=len(Role),
             most_saturated=MOST_SATURATED,
+            recurs_within=RECURS_WITHIN,
         )
 
     def share_amaxes(self, group: Group) -> None:
-        """MAX of the amaxes of this step over `group`, behind `examine`. `update` does so with one group. Also of the
-        steps in a row that clamped too much, so that the next one is told from the first on all ranks."""
+        """MAX of the amaxes of this step over `group`, behind `examine`. `update` does so with one group. Also of
+        whether a step clamped too much, so that another one is told from the first on all ranks."""
         if self._examined is not None:
             shared = torch.cat([self._examined, self._streak])
             torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
@@ -360,8 +363,8 @@ class AmaxHistory:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that the next step reads, for a checkpoint, FP32; empty without slots: history, scales (1 where there is
-        none), which slots have a delayed scale (`knows`; 2: `left`; −1 before the first step), the steps in a row
-        that clamped too much. All ranks that share the amaxes have the same."""
+        none), which slots have a delayed scale (`knows`; 2: `left`; −1 before the first step), and for how many steps
+        another one that clamps too much is no accident. All ranks that share the amaxes have the same."""
         if self.history is None or self.scale is None or not self._largest:
             return {}
         states = [2.0 if slot in self.left else float(known) for slot, known in enumerate(self._known)]

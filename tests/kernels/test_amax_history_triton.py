@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,72 @@ def test_one_launch_gives_what_the_specification_gives(
             some["previous"].fill_(0.25)
 
 
+@pytest.mark.parametrize("keeps_largest", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_sequences_of_steps_are_those_of_the_specification(seed: int, keeps_largest: bool) -> None:
+    """Whole runs from the first step on, in which each kernel reads what its last step left: amaxes jump, are zero or
+    not finite, clamp too much, and come beside other ranks' sums."""
+    n, generator = 5, torch.Generator().manual_seed(seed)
+    role, order = torch.zeros(n, dtype=torch.int32), torch.arange(1, n + 1, dtype=torch.int32)
+    limits, fp_max = torch.full((n,), 464.0), torch.full((n,), 448.0)
+    scales, history, streak = torch.zeros(n, 4), torch.zeros(4, n), torch.zeros(1)
+    scales[:, 0] = math.inf
+    on_gpu = scales.cuda(), history.cuda(), streak.cuda()
+    for _ in range(40):
+        amax = 10.0 ** torch.randint(-6, 7, (n,), generator=generator).float()
+        chance = torch.rand(n, generator=generator)
+        amax[chance < 0.1] = 0.0
+        amax[chance > 0.97] = [math.inf, math.nan][seed % 2]
+        clamped = 100.0 * (1.0 - scales[:, 0] * 448.0 / amax).nan_to_num(0.0).clamp(0.0, 1.0)
+        record = torch.stack([amax, clamped, torch.full((n,), 100.0), torch.zeros(n)], dim=1)
+        written, total = torch.zeros(n, 2, 4), torch.tensor([3.0])
+        beside = ([0.0] * 17 + [1.0, math.inf, math.nan])[int(torch.randint(20, (1,), generator=generator))]
+        given = [x.cuda() for x in (record, written, limits, role, order, total, fp_max)]
+        scales = one_step(
+            amax_history,
+            record,
+            written,
+            limits,
+            role,
+            order,
+            total,
+            fp_max,
+            scales,
+            history,
+            streak,
+            beside=beside,
+            keeps_largest=keeps_largest,
+        )
+        on_gpu = (one_step(ops, *given, *on_gpu, beside=beside, keeps_largest=keeps_largest), *on_gpu[1:])
+        assert torch.equal(given[5].cpu().nan_to_num(-1.0, -2.0), total.nan_to_num(-1.0, -2.0))
+        for mine, theirs in zip(on_gpu, (scales, history, streak), strict=True):
+            assert torch.equal(mine.cpu(), theirs)
+
+
+def one_step(
+    operators: Any,
+    record: Tensor,
+    written: Tensor,
+    limits: Tensor,
+    role: Tensor,
+    order: Tensor,
+    total: Tensor,
+    fp_max: Tensor,
+    scales: Tensor,
+    history: Tensor,
+    streak: Tensor,
+    *,
+    beside: float,
+    keeps_largest: bool,
+) -> Tensor:
+    """The scales behind a step; `beside` is what other ranks add to the sum of squares."""
+    settings = {"num_roles": 1, "most_saturated": 0.5, "recurs_within": 4}
+    amax, _ = operators.examine_records_(record, written, scales, limits, role, order, total, streak, **settings)
+    total += beside
+    rule = {"keeps_largest": keeps_largest, "power_of_two": False}
+    return operators.update_amax_history_(amax, record, written, history, fp_max, scales, total, **rule)[0]
+
+
 def records(n: int, *, saturated: bool, bad: float | None) -> list[Tensor]:
     """Arguments of `examine_records_` up to the sum of squares; whole counts, whose sums FP32 holds exactly."""
     generator = torch.Generator().manual_seed(n)
@@ -80,10 +147,15 @@ def records(n: int, *, saturated: bool, bad: float | None) -> list[Tensor]:
 @pytest.mark.parametrize("n", [1, 2, 75, 1024, 3000])
 def test_records_are_examined_as_the_specification_does(n: int, saturated: bool, bad: float | None) -> None:
     given = records(n, saturated=saturated, bad=bad)
-    for most_saturated, before in ((0.1, 0.0), (0.1, 2.0), (math.inf, 2.0)):
+    for most_saturated, before in (
+        (0.1, 0.0),
+        (0.1, 5.0),
+        (0.1, 4.0),
+        *((math.inf, left) for left in (0.0, 1.0, 5.0, 7.0)),
+    ):
         total, streak = torch.tensor([3.0]), torch.tensor([before])
         on_gpu_total, on_gpu_streak = total.cuda(), streak.cuda()
-        roles = {"num_roles": 4, "most_saturated": most_saturated}
+        roles = {"num_roles": 4, "most_saturated": most_saturated, "recurs_within": 4}
         expected = amax_history.examine_records_(*given, total, streak, **roles)
         on_gpu = (value.cuda() for value in given)
         found = ops.examine_records_(*on_gpu, on_gpu_total, on_gpu_streak, **roles)

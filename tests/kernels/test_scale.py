@@ -106,7 +106,17 @@ def examined(record: list[list[float]], written: list[float], scale: list[float]
     role, order = torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([3, 2, 1], dtype=torch.int32)
     square_sum, row = torch.tensor([2.0]), torch.tensor([streak])
     amax, report = ops.examine_records_(
-        torch.tensor(record), places, scales, limits, role, order, square_sum, row, num_roles=2, most_saturated=0.25
+        torch.tensor(record),
+        places,
+        scales,
+        limits,
+        role,
+        order,
+        square_sum,
+        row,
+        num_roles=2,
+        most_saturated=0.25,
+        recurs_within=4,
     )
     return amax.tolist(), report.tolist(), square_sum.item(), row.item()
 
@@ -114,7 +124,7 @@ def examined(record: list[list[float]], written: list[float], scale: list[float]
 def test_a_report_counts_by_role_and_finds_the_worst() -> None:
     record = [[500.0, 10.0, 100.0, 3.0], [400.0, 1.0, 50.0, 4.0], [1e5, 30.0, 120.0, 0.0]]
     amax, report, total, streak = examined(record, [0.0, 470.0, 0.0], [1.0, 1.0, 2.0], streak=3.0)
-    assert amax == [500.0, 470.0, 1e5] and total == 2.0 and streak == 0.0
+    assert amax == [500.0, 470.0, 1e5] and total == 2.0 and streak == 2.0
     assert report == [0.0, 0.25, 1.0, *[11.0, 150.0, 2.0], *[30.0, 120.0, 0.0]]
 
 
@@ -126,10 +136,15 @@ def test_a_report_names_the_first_value_that_is_not_finite(bad: float) -> None:
 
 
 def test_too_much_saturation_skips_the_step_and_is_followed_when_it_stays() -> None:
-    """The first time the amaxes are dropped (NaN), from the second time on the next scales fit them (inf)."""
+    """The first time the amaxes are dropped (NaN), the second time the next scales fit them (inf), then the step
+    counts. Steps between them are an end of it after four."""
     record = [[500.0, 26.0, 100.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
     _, report, total, streak = examined(record, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
-    assert math.isnan(total) and streak == 1.0
+    assert math.isnan(total) and streak == 8.0
     assert report[0] == 0.0 and report[1] == pytest.approx(0.26) and report[2] == 3.0
-    _, _, total, streak = examined(record, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], streak=1.0)
-    assert total == math.inf and streak == 2.0
+    for before, expected in ((8.0, math.inf), (5.0, math.inf), (4.0, 2.0), (1.0, 2.0)):
+        _, _, total, streak = examined(record, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], streak=before)
+        assert total == expected and streak == 4.0
+    record[0][1] = 0.0
+    for before, after in ((8.0, 7.0), (5.0, 0.0), (4.0, 3.0), (1.0, 0.0), (0.0, 0.0)):
+        assert examined(record, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], streak=before)[2:] == (2.0, after)

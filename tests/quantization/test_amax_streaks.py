@@ -12,7 +12,7 @@ import torch
 from fp8_megatron.dtypes import E4M3
 from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.optimizer.loss_scale import LossScale
-from fp8_megatron.quantization.amax_history import AmaxHistory, SquareSum
+from fp8_megatron.quantization.amax_history import RECURS_WITHIN, AmaxHistory, SquareSum
 from fp8_megatron.quantization.cast_report import Role
 from fp8_megatron.quantization.recipe import Quantizer
 from fp8_megatron.quantization.sources import TensorSource
@@ -47,22 +47,30 @@ def reach(history: AmaxHistory, slot: int) -> float:
     return reached
 
 
-def step(history: AmaxHistory, amaxes: list[float], beside: float = 0.0) -> float:
-    """A step of casts whose magnitudes are spread evenly up to `amaxes`; returns the sum of squares that ranks find.
+def step_of(histories: list[AmaxHistory], amaxes: list[list[float]], beside: float = 0.0) -> float:
+    """A step of model chunks' casts whose magnitudes are spread evenly up to `amaxes`; returns the sum of squares that
+    ranks find.
 
     Args:
         beside: what is in the sum beside these casts.
     """
-    assert history.record is not None
-    for slot, amax in enumerate(amaxes):
-        clamped = 0.0
-        if history.knows(slot) and math.isfinite(amax) and amax > 0.0:
-            clamped = 100.0 * max(0.0, 1.0 - reach(history, slot) / amax)
-        history.record[slot, :3] = torch.tensor([amax, clamped, 100.0 if history.knows(slot) else 0.0])
     total = SquareSum(torch.tensor([beside]))
-    history.examine(total)
-    history.update(None)
+    for history, own in zip(histories, amaxes, strict=True):
+        assert history.record is not None
+        for slot, amax in enumerate(own):
+            clamped = 0.0
+            if history.knows(slot) and math.isfinite(amax) and amax > 0.0:
+                clamped = 100.0 * max(0.0, 1.0 - reach(history, slot) / amax)
+            history.record[slot, :3] = torch.tensor([amax, clamped, 100.0 if history.knows(slot) else 0.0])
+        history.examine(total)
+    for history in histories:
+        history.update(None, total)
     return total.item()
+
+
+def step(history: AmaxHistory, amaxes: list[float], beside: float = 0.0) -> float:
+    """`step_of` the only chunk."""
+    return step_of([history], [amaxes], beside)
 
 
 def test_a_slot_without_values_has_no_scale_until_it_has_seen_one() -> None:
@@ -176,6 +184,37 @@ def test_no_sequence_skips_for_ever_or_keeps_a_scale_that_does_not_fit(algo: Alg
         assert max(num_beyond) <= 2, (amaxes, num_beyond)
     assert [step(straight, [1.0, 1.0, 1.0]) for _ in range(6)][3:] == [0.0] * 3
     assert straight.num_known == 3
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("seed", range(40))
+def test_batches_that_differ_do_not_skip_for_ever(algo: Algo, seed: int) -> None:
+    """Each slot's amaxes swing between levels up to 12 decades apart, at each step, in a pattern or now and then, also
+    over model chunks with histories of their own. A chunk skips at most two of any `RECURS_WITHIN` steps, and the
+    scales behind a step that counts represent it. A pattern that the history holds skips none in the end."""
+    draw = random.Random(seed)
+    histories = [make_history(2, algo) for _ in range(draw.randint(1, 3))]
+    levels = [
+        [[10.0 ** draw.uniform(-6.0, 6.0) for _ in range(draw.randint(1, 3))] for _ in range(2)] for _ in histories
+    ]
+    changes, period = draw.choice([0.03, 0.3, 1.0]), draw.choice([None, 2, 3, LENGTH])
+    amaxes = [[draw.choice(of_slot) for of_slot in of_chunk] for of_chunk in levels]
+    skipped: list[bool] = []
+    for number in range(150):
+        for chunk, of_chunk in enumerate(levels):
+            for slot, of_slot in enumerate(of_chunk):
+                if period is not None:
+                    amaxes[chunk][slot] = of_slot[(number + chunk) % period % len(of_slot)]
+                elif draw.random() < changes:
+                    amaxes[chunk][slot] = draw.choice(of_slot)
+        skipped.append(not math.isfinite(step_of(histories, amaxes)))
+        assert sum(skipped[-RECURS_WITHIN:]) <= 2 * len(histories), skipped
+        if not skipped[-1]:
+            for history, own in zip(histories, amaxes, strict=True):
+                for slot, amax in enumerate(own):
+                    assert history.scale_of(slot).item() * 448.0 >= amax * (1.0 - 1e-6)
+    if algo == "max" and period is not None:
+        assert not any(skipped[-100:]), skipped
 
 
 def check_scales(history: AmaxHistory, seen: list[list[float]]) -> None:

@@ -63,6 +63,7 @@ def examine_records_(
     *,
     num_roles: int,
     most_saturated: float,
+    recurs_within: int,
 ) -> tuple[Tensor, Tensor]:
     """Examine a step's records before its gradient norm is reduced.
 
@@ -74,8 +75,10 @@ def examine_records_(
         role: int32 [n], 0 … `num_roles` − 1. order: int32 [n], 1 … n: which of several slots is reported.
         square_sum: FP32 [1], to which a number that skips the step is added. NaN if an amax is not finite, or if a
             slot's saturated fraction is above `most_saturated` for the first time: then the step's amaxes are dropped.
-            inf if the fraction was above it in the last step too: then the amaxes are kept, and the next scales fit.
-        streak: FP32 [1], the steps in a row with too large a fraction; updated.
+            inf the second time within `recurs_within` steps: then the amaxes are kept, and the next scales fit. Nothing
+            from the third time on: whatever the amaxes, the step counts.
+        streak: FP32 [1], updated. Steps for which too large a fraction counts as another time, and as many more behind
+            the first time; 0: none.
 
     Returns:
         FP32 [n], the amaxes of both kinds; inf where one is not finite. FP32 [3 + 3 · num_roles], the report: `order`
@@ -99,10 +102,15 @@ def examine_records_(
     if bool(first != beyond):
         square_sum += math.nan
     elif bool(worst > most_saturated):
-        square_sum += math.inf if bool(streak > 0) else math.nan
-        streak += 1
-    else:
-        streak.zero_()
+        if bool(streak <= 0):
+            square_sum += math.nan
+        elif bool(streak > recurs_within):
+            square_sum += math.inf
+        streak.fill_(recurs_within if bool(streak > 0) else 2 * recurs_within)
+    elif bool(streak > 0):
+        streak -= 1
+        if bool(streak == recurs_within):
+            streak.zero_()
     return amax, torch.cat([head.float(), *sums])
 
 

@@ -36,7 +36,7 @@ def _fraction(record, slots, inside, SIZE: tl.constexpr):
 @triton.jit
 def _examine_records(
     record, written, scales, clamped_above, role, order, square_sum, streak, amax, report, n, most_saturated,
-    NUM_ROLES: tl.constexpr, PLACES: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
+    WITHIN: tl.constexpr, NUM_ROLES: tl.constexpr, PLACES: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
     HEAD: tl.constexpr, SUMS: tl.constexpr, SLOTS: tl.constexpr, ROLES: tl.constexpr,
 ):  # fmt: skip
     """One program, because a rank has a few thousand slots at most."""
@@ -85,12 +85,15 @@ def _examine_records(
     tl.store(sums + 2, tensors_sum, mask=roles < NUM_ROLES)
     if first < beyond:
         tl.store(square_sum, float("nan"))
-    elif worst > most_saturated:
-        before = tl.load(streak)
-        tl.store(square_sum, tl.load(square_sum) + tl.where(before > 0.0, float("inf"), float("nan")))
-        tl.store(streak, before + 1.0)
     else:
-        tl.store(streak, 0.0)
+        before = tl.load(streak)
+        if worst > most_saturated:
+            skip = tl.where(before > 0.0, tl.where(before > WITHIN, float("inf"), 0.0), float("nan"))
+            tl.store(square_sum, tl.load(square_sum) + skip)
+            tl.store(streak, tl.where(before > 0.0, WITHIN, 2.0 * WITHIN))
+        else:
+            after = tl.maximum(before - 1.0, 0.0)
+            tl.store(streak, tl.where(after == WITHIN, 0.0, after))
 
 
 def examine_records_(
@@ -104,6 +107,7 @@ def examine_records_(
     streak: Tensor,
     num_roles: int,
     most_saturated: float,
+    recurs_within: int,
 ) -> tuple[Tensor, Tensor]:
     """`reference.examine_records_`, one launch."""
     n, places, stride = written.shape
@@ -112,8 +116,8 @@ def examine_records_(
     report = torch.empty(REPORT_HEAD + REPORT_SUMS * num_roles, dtype=torch.float32, device=record.device)
     _examine_records[(1,)](
         record, written, scales, clamped_above, role, order, square_sum, streak, amax, report, n, most_saturated,
-        num_roles, places, stride, RECORD_SIZE, REPORT_HEAD, REPORT_SUMS, min(_EXAMINED, next_power_of_2(n)),
-        next_power_of_2(num_roles), num_warps=_NUM_WARPS,
+        recurs_within, num_roles, places, stride, RECORD_SIZE, REPORT_HEAD, REPORT_SUMS,
+        min(_EXAMINED, next_power_of_2(n)), next_power_of_2(num_roles), num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
     return amax, report
