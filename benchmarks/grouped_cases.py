@@ -12,7 +12,7 @@ from kernel_timing import Case, Rotating
 from torch import Tensor
 
 from fp8_megatron.activation_functions import Activation
-from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK, GROUP_ROWS
+from fp8_megatron.dtypes import E4M3, E5M2, GEMM_BLOCK, GRAD_BLOCK, GROUP_ROWS
 from fp8_megatron.kernels import ops
 
 _SWIGLU = Activation("swiglu")
@@ -30,12 +30,20 @@ def rows(device: torch.device, tokens: int, hidden: int, num_experts: int, top_k
         tokens * num_experts + 4 * (num_experts + 2 * num_rows),
     )
     x = Rotating(lambda: torch.randn(tokens, hidden, device=device).to(E4M3))
+    of_blocks = torch.ones(hidden // GEMM_BLOCK, tokens, device=device)
     for layout, rowwise, transposed in (("", True, False), (" + transposed", True, True), (" transposed", False, True)):
         layouts = dict(rowwise=rowwise, transposed=transposed)
         yield Case(
             f"gather_rows E4M3{layout} {at}",
             lambda i, layouts=layouts: ops.gather_rows(x(i), source, num_experts, offsets, **layouts),
             (tokens + (rowwise + transposed) * num_rows) * hidden + 4 * num_rows,
+        )
+        yield Case(
+            f"gather_blocks E4M3{layout} {at}",
+            lambda i, layouts=layouts: ops.gather_blocks(
+                x(i), of_blocks, source, num_experts, offsets, power_of_two=True, **layouts
+            ),
+            (tokens + (rowwise + transposed) * num_rows) * hidden * (1 + 4 / GEMM_BLOCK) + 4 * num_rows,
         )
     y = rotating(device, num_rows, hidden)
     yield Case(f"sum_rows {at}", lambda i: ops.sum_rows(y(i), places), 2 * (num_rows + tokens) * hidden + 4 * num_rows)
@@ -61,6 +69,18 @@ def activations(device: torch.device, tokens: int, width: int, num_experts: int,
             (6 * n + 4 * num_rows) * passes + 5 * n + 4 * num_rows,
         )
 
+    operands, per_element = (probs, offsets, _SWIGLU, E4M3), 1 + 4 / GEMM_BLOCK
+    yield Case(
+        f"experts' SwiGLU → E4M3, blocks {at}",
+        lambda i: ops.expert_activation_quantize_blocks(z(i), *operands, power_of_two=True),
+        4 * n + 4 * num_rows + per_element * n,
+    )
+    yield Case(
+        f"experts' SwiGLU backward → E4M3, blocks {at}",
+        lambda i: ops.expert_activation_backward_quantize_blocks(grad(i), z(i), *operands, power_of_two=True),
+        6 * n + 4 * num_rows + 5 * per_element * n + 4 * num_rows,
+    )
+
 
 def gemms(device: torch.device, rows: int, num_experts: int, k: int, n: int) -> Iterator[Case]:
     """GEMMs of [rows, k] with experts' weights [n, k], each with as many rows, beside torch's and one dense GEMM."""
@@ -85,7 +105,14 @@ def gemms(device: torch.device, rows: int, num_experts: int, k: int, n: int) -> 
         settings = dict(offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
         return torch._scaled_grouped_mm(a, b, ones_a, ones_b, **settings)
 
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, device=device)
+
     grad_e4m3_t = grad_t.to(torch.bfloat16).to(E4M3)
+    grad_e4m3 = grad_e4m3_t.mT.contiguous()
+    blocks, tiles = [size // GEMM_BLOCK for size in (rows, k, n)], ones(num_experts, n // GEMM_BLOCK, k // GEMM_BLOCK)
+    of_rows = [ones(blocks[1], rows), ones(blocks[2], rows)]
+    of_columns = [ones(blocks[0], n), ones(blocks[0], k)]
     calls = {
         "dense E4M3": lambda _: ops.scaled_mm(x8, weight8[0], one, one, use_fast_accum=True),
         "grouped forward": lambda _: ops.grouped_mm(x8, weight8, one, scales, offsets),
@@ -93,6 +120,11 @@ def gemms(device: torch.device, rows: int, num_experts: int, k: int, n: int) -> 
         "torch BF16 forward": lambda _: torch.nn.functional.grouped_mm(x, weight.mT, offs=ends),
         "grouped dgrad": lambda _: ops.grouped_mm(grad8, weight_t, one, scales, offsets),
         "grouped wgrad → E4M3": lambda _: ops.grouped_wgrad_to_fp8_(out, out_scales, grad_t, x_t, one, one, offsets),
+        "blockwise forward": lambda _: ops.grouped_mm(x8, weight8, of_rows[0], tiles, offsets),
+        "blockwise dgrad": lambda _: ops.grouped_mm(grad_e4m3, weight_t, of_rows[1], tiles.mT, offsets),
+        "blockwise wgrad → E4M3": lambda _: ops.grouped_wgrad_to_fp8_(
+            out, out_scales, grad_e4m3_t, x_t, *of_columns, offsets
+        ),
         "torch FP8 wgrad": lambda _: scaled(grad_e4m3_t, x_t.mT, n * num_experts, k * num_experts),
         "torch BF16 wgrad": lambda _: torch.nn.functional.grouped_mm(grad.mT, x, offs=ends),
     }

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ..activation_functions import Activation
-from ..device.device import UnsupportedDeviceError
 from ..dtypes import CHUNK, StorageDtype
 from ..errors import UserError
 from ..kernels.ops import Groups
@@ -177,10 +176,6 @@ def reason_to_stay(
         return f"its weights are {weights[0].dtype} and {weights[1].dtype}"
     if not recipe.roles.input.takes_groups:
         return f"recipe {recipe.name!r} has no products of experts"
-    try:
-        recipe.roles.input.check_groups(weights[0].device)
-    except UnsupportedDeviceError as error:
-        return str(error)
     for weight in weights:
         for size in weight.shape[1:]:
             if size % recipe.size_multiple:

@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..device.device import UnsupportedDeviceError
 from ..dtypes import E4M3, GEMM_BLOCK
 from ..kernels import ops
 from .format import Format, Quantized, Roles
@@ -87,13 +86,6 @@ class Blocks(_BlockScaled):
 
     def rows(self, operand: Quantized, part: slice) -> Quantized:
         return Quantized(operand.payload[part], None, operand.scale[:, part].contiguous(), self)
-
-    def check_groups(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            raise UnsupportedDeviceError(
-                "experts under fp8_recipe(blockwise) run on CPUs alone so far: choose --fp8-recipe delayed or "
-                "tensorwise"
-            )
 
     def gather(self, operand: Quantized, groups: ops.Groups, *, rowwise: bool, transposed: bool) -> Quantized:
         payload, scale, payload_t, scale_t = ops.gather_blocks(

@@ -180,13 +180,6 @@ class Format(ABC):
             UnsupportedDeviceError: with what it needs.
         """
 
-    def check_groups(self, device: torch.device) -> None:  # noqa: B027
-        """Refuse a device that has no products of rows grouped by expert in this format.
-
-        Raises:
-            UnsupportedDeviceError: with what to choose.
-        """
-
     def shared_scale(self, operand: Quantized) -> Tensor | None:
         """See `Quantized.shared_scale`."""
         return operand.scale if self.takes_scale else None

@@ -133,10 +133,7 @@ class Trainer:
         if self.config.precision.is_fp8:
             devices.check_fp8_support(device)
             for name in self.config.precision.recipes:
-                format = roles_of(name, False).input
-                format.check_device(device)
-                if self.config.model.num_experts is not None:
-                    format.check_groups(device)
+                roles_of(name, False).input.check_device(device)
             if self.config.precision.fp8_dot_product_attention:
                 ops.check_fp8_attention(device)
         graph_choice = choose(has_gpu=device.type == "cuda")

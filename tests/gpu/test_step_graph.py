@@ -69,6 +69,7 @@ def underflow(output_dir: Path) -> dict[int, float]:
         {"opt_level": "O3", "seq_length": 200},  # no multiple of 128: see `fp8_megatron.device.cudnn`
         {"opt_level": "O3", **EXPERT_FLAGS},
         {"opt_level": "O3", **EXPERT_FLAGS, "global_batch_size": 12, "moe_expert_capacity_factor": 1.0},
+        {"opt_level": "O3", **EXPERT_FLAGS, "fp8_recipe": "blockwise", "ffn_hidden_size": 1408},
     ],
     ids=[
         "bf16",
@@ -86,6 +87,7 @@ def underflow(output_dir: Path) -> dict[int, float]:
         "seq-200",
         "experts",
         "experts-capacity",
+        "experts-blockwise",
     ],
 )
 def test_recorded_steps_train_bit_for_bit(tmp_path: Path, settings: dict) -> None:

@@ -42,7 +42,7 @@ def test_products(device: str, counts: list[int], n: int, k: int) -> None:
         assert_near(out[start:stop], exact, ROUNDING[torch.bfloat16])
 
 
-@pytest.mark.parametrize("device", DEVICES[:1])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (384, 640)])
 def test_products_of_blocks(device: str, counts: list[int], n: int, k: int) -> None:
@@ -77,8 +77,6 @@ def of_blocks(payload: Tensor, scales: Tensor) -> Tensor:
 @pytest.mark.parametrize("has_blocks", [False, True], ids=["tensors", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, E4M3], ids=str)
 def test_weight_gradients(device: str, counts: list[int], dtype: torch.dtype, has_blocks: bool) -> None:
-    if has_blocks and device == "cuda":
-        pytest.skip("blocks run on CPUs alone")
     torch.manual_seed(0)
     n, k = 48, 256
     offsets, is_row = groups(counts)

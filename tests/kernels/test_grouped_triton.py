@@ -13,6 +13,7 @@ from fp8_megatron.activation_functions import KINDS, Activation
 from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.grouped import activation_reference, rows_reference
+from fp8_megatron.kernels.quantize import blocks
 from fp8_megatron.quantization.stats import snr_db
 from tests.kernels.test_fused_triton import FP32_DB, assert_same_payload, normal
 
@@ -76,6 +77,73 @@ def test_gather_rows_and_sum_rows(width: int, dtype: torch.dtype) -> None:
     y = normal(num_rows, width, seed=2)
     y[end:] = torch.nan
     assert equal(ops.sum_rows(y.cuda(), rows.cuda()), rows_reference.sum_rows(y, rows))
+
+
+@pytest.mark.parametrize("width", [128, 640])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "power_of_two"])
+def test_gather_blocks(width: int, dtype: torch.dtype, power_of_two: bool) -> None:
+    chosen, num_rows = routing(300, 8, 2, share=0.8), ops.most_rows(300, 2, 8)
+    offsets, source, _ = rows_reference.routed_rows(chosen, num_rows, 2)
+    end = int(offsets[-1])
+    payload, scales, *_ = blocks.quantize_blocks(normal(304, width, seed=1), dtype, power_of_two=power_of_two)
+    scales[:, 7] = torch.nan
+    expected = rows_reference.gather_blocks(
+        payload, scales, source, 8, offsets, transposed=True, power_of_two=power_of_two
+    )
+    # As ranks send them: a row's scales behind it, in bytes.
+    packed = torch.cat([payload.view(torch.uint8), torch.zeros(304, 16, dtype=torch.uint8)], dim=1).cuda()
+    strided = packed[:, :width].view(dtype), scales.cuda().t().contiguous().t()
+    for x, own in ((payload.cuda(), scales.cuda()), strided):
+        for rowwise, transposed in ((True, True), (True, False), (False, True)):
+            settings = dict(rowwise=rowwise, transposed=transposed, power_of_two=power_of_two)
+            found = ops.gather_blocks(x, own, source.cuda(), 8, offsets.cuda(), **settings)
+            written = ((0, end, rowwise), (1, end, rowwise), (1, end, transposed), (0, end // 128, transposed))
+            for one, other, (dim, count, is_wanted) in zip(found, expected, written, strict=True):
+                if is_wanted:
+                    assert equal(one.narrow(dim, 0, count), other.narrow(dim, 0, count))
+                else:
+                    assert one.numel() == 0
+
+
+@pytest.mark.parametrize("width", [128, 384])
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("share", [0.7, 0.0], ids=["rows", "no rows"])
+def test_activation_in_blocks(width: int, kind: str, share: float) -> None:
+    """Values differ at rounding boundaries, as in `test_activation`; scales then by a power of two, so SNRs are
+    compared. Each value keeps E4M3's 31.5 dB of a normal sample, less what wide blocks make subnormal."""
+    num_rows = ops.most_rows(200, 2, 4)
+    offsets, source, _ = rows_reference.routed_rows(routing(200, 4, 2, share=share), num_rows, 2)
+    end, has_token = int(offsets[-1]), (source >= 0)[:, None]
+    probs = torch.where(source < 0, 0.0, torch.rand(num_rows, generator=torch.Generator().manual_seed(3)))
+    z = torch.where(has_token, normal(num_rows, KINDS[kind].num_inputs * width, seed=1, size=3.0), 0.0)
+    grad = torch.where(has_token, normal(num_rows, width, seed=2, size=1e-4), 0.0)
+    z[end:], grad[end:], probs[end:] = torch.nan, torch.inf, torch.nan
+    operands, settings = (z, probs, offsets, Activation(kind), E4M3), {"power_of_two": True}
+    on_gpu = (z.cuda(), probs.cuda(), offsets.cuda(), Activation(kind), E4M3)
+    expected = (
+        *activation_reference.expert_activation_quantize_blocks(*operands, **settings),
+        *activation_reference.expert_activation_backward_quantize_blocks(grad, *operands, **settings),
+    )
+    found = (
+        *ops.expert_activation_quantize_blocks(*on_gpu, **settings),
+        *ops.expert_activation_backward_quantize_blocks(grad.cuda(), *on_gpu, **settings),
+    )
+    assert all(
+        one.shape == other.shape and one.dtype == other.dtype for one, other in zip(found, expected, strict=True)
+    )
+    if end == 0:
+        return
+    for place in (0, 2, 4, 6):
+        rows = slice(end) if place < 4 else (slice(None), slice(end))
+        own, exact = (
+            ops.dequantize_blocks(four[place].cpu(), four[place + 1].cpu())[rows] for four in (found, expected)
+        )
+        assert snr_db(own, exact) > 45.0, place
+        scales, wanted = (four[place + 1].cpu() for four in (found, expected))
+        scales, wanted = (one[:, :end] if place < 4 else one[: end // 128] for one in (scales, wanted))
+        assert (scales == wanted).float().mean() > 0.98, place
+    assert snr_db(found[8][:end].cpu(), expected[8][:end]) > FP32_DB - 10
 
 
 @pytest.mark.parametrize("width", [16, 272, 1024])

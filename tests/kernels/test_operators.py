@@ -197,12 +197,23 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "grouped_mm": [
             (_fp8(256, K), _fp8(3 * 48, K).view(3, 48, K), scale, torch.rand(3, 4)[:, 0], groups),
+            (_fp8(256, 128), _fp8(3 * 256, 128).view(3, 256, 128), torch.rand(1, 256), torch.rand(3, 2, 4), groups),
         ],
         "grouped_wgrad_": [
             (torch.randn(3, 48, K), _fp8(48, 256, E5M2), _fp8(K, 256), scale, one, groups, True),
             (torch.randn(3, 48, K).bfloat16(), _fp8(48, 256), _fp8(K, 256), scale, one, groups, False),
+            (torch.randn(3, 48, K), _fp8(48, 256), _fp8(K, 256), torch.rand(2, 48), torch.rand(2, K), groups, True),
         ],
         "grouped_wgrad_to_fp8_": [
+            (
+                torch.zeros(3, 48, 128).to(E4M3),
+                torch.empty(3 * 48),
+                _fp8(48, 256),
+                _fp8(128, 256),
+                torch.rand(2, 48),
+                torch.rand(2, 128),
+                groups,
+            ),
             (
                 torch.zeros(3, 48, 128).to(E4M3),
                 torch.empty(3 * 48),

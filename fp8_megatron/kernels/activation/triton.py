@@ -65,7 +65,7 @@ _DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
-def _load_inputs(z, rows, columns, mask, F, KIND: tl.constexpr):
+def load_inputs(z, rows, columns, mask, F, KIND: tl.constexpr):
     """(z, z), or (gate, up), in FP32."""
     if KIND[1]:
         offsets = rows.to(tl.int64) * (2 * F) + columns
@@ -117,7 +117,7 @@ def _clamped(gate, up, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _value(first, second, KIND: tl.constexpr):
+def value_of(first, second, KIND: tl.constexpr):
     if KIND[0] == "swiglu":
         return first * _sigmoid(first) * second
     elif KIND[0] == "quick_geglu":
@@ -137,7 +137,7 @@ def _value(first, second, KIND: tl.constexpr):
 
 
 @triton.jit
-def _value_and_derivatives(first, second, KIND: tl.constexpr):
+def value_and_derivatives(first, second, KIND: tl.constexpr):
     """(activation, ∂/∂first, ∂/∂second); the last means nothing for an activation of one input."""
     if KIND[0] == "swiglu":
         sigmoid = _sigmoid(first)
@@ -168,7 +168,7 @@ def _value_and_derivatives(first, second, KIND: tl.constexpr):
 
 
 @triton.jit
-def _weighted(x, probs, rows, EXPERTS: tl.constexpr):
+def weighted(x, probs, rows, EXPERTS: tl.constexpr):
     """`x`, times the probability of its row where the rows are an expert's."""
     if EXPERTS:
         return x * tl.load(probs + rows)
@@ -197,16 +197,16 @@ def _activation_amax(
     for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         rows, columns = _tile(index, F, ROWS, COLUMNS)
         mask = (rows < T) & (columns < F)
-        first, second = _load_inputs(z, rows, columns, mask, F, KIND)
+        first, second = load_inputs(z, rows, columns, mask, F, KIND)
         if BACKWARD:
             g = tl.load(grad + rows.to(tl.int64) * F + columns, mask=mask, other=0.0).to(tl.float32)
-            g = _weighted(g, probs, rows, EXPERTS)
-            _, d_first, d_second = _value_and_derivatives(first, second, KIND)
+            g = weighted(g, probs, rows, EXPERTS)
+            _, d_first, d_second = value_and_derivatives(first, second, KIND)
             largest = larger_magnitude(largest, g * d_first)
             if KIND[1]:
                 largest = larger_magnitude(largest, g * d_second)
         else:
-            largest = larger_magnitude(largest, _weighted(_value(first, second, KIND), probs, rows, EXPERTS))
+            largest = larger_magnitude(largest, weighted(value_of(first, second, KIND), probs, rows, EXPERTS))
     tl.store(partials + tl.program_id(0), tl.max(magnitude_bits(largest)))
 
 
@@ -229,8 +229,8 @@ def _quantize_rows(
             return
     rows, columns = _tile(tile, F, ROWS, COLUMNS)
     mask = (rows < T) & (columns < F)
-    first, second = _load_inputs(z, rows, columns, mask, F, KIND)
-    value = _weighted(_value(first, second, KIND), probs, rows, EXPERTS)
+    first, second = load_inputs(z, rows, columns, mask, F, KIND)
+    value = weighted(value_of(first, second, KIND), probs, rows, EXPERTS)
     inverse = reciprocal(take_scale(scale, partials, num_partials, FP_MAX, CURRENT, POWER_OF_TWO, MAX_PARTIALS))
     quantized = encode(value, inverse, FP_MAX, payload.dtype.element_ty)
     tl.store(payload + rows.to(tl.int64) * F + columns, quantized, mask=mask)
@@ -243,8 +243,8 @@ def _quantize_rows(
                 for row in range(0, rolled(ROWS, bits)):
                     one_row = first_row + row + tl.zeros([1, 1], tl.int32)
                     inside = (one_row < T) & (columns < F)
-                    gate, up = _load_inputs(z, one_row, columns, inside, F, KIND)
-                    again = _weighted(_value(gate, up, KIND), probs, one_row, EXPERTS)
+                    gate, up = load_inputs(z, one_row, columns, inside, F, KIND)
+                    again = weighted(value_of(gate, up, KIND), probs, one_row, EXPERTS)
                     count += num_clamped(again, inverse, FP_MAX)
                 add_clamped(amax_out, tl.sum(count))
             if tile == 0:
@@ -271,7 +271,7 @@ def _flat_quantize(
         if not EVEN:
             mask = start + at < n
         value = load_inside(z + at, mask, EVEN).to(tl.float32)
-        value = _value(value, value, KIND)
+        value = value_of(value, value, KIND)
         tl.store(payload + at, encode(value, inverse, FP_MAX, payload.dtype.element_ty), mask=mask)
         if RECORD:
             largest = larger_magnitude(largest, value)
@@ -284,7 +284,7 @@ def _flat_quantize(
                 for index in range(0, TILES):
                     at = index * TILE + offsets
                     again = load_inside(z + at, start + at < n, False).to(tl.float32)
-                    count += num_clamped(_value(again, again, KIND), inverse, FP_MAX)
+                    count += num_clamped(value_of(again, again, KIND), inverse, FP_MAX)
                 add_clamped(amax_out, tl.sum(count))
             if tl.program_id(0) == 0:
                 add_cast(amax_out, n, 1)
@@ -307,11 +307,11 @@ def _grad_rows(
     if KIND[1]:
         second = load_inside(z + F + z_offsets, mask, EVEN).to(tl.float32)
     g = load_inside(grad + offsets, mask, EVEN).to(tl.float32)
-    value, d_first, d_second = _value_and_derivatives(first, second, KIND)
+    value, d_first, d_second = value_and_derivatives(first, second, KIND)
     if EXPERTS:
         tl.store(grad_probs + rows, tl.sum(g * value, axis=1, keep_dims=True))
-    g = _weighted(g, probs, rows, EXPERTS)
-    value = _weighted(value, probs, rows, EXPERTS)
+    g = weighted(g, probs, rows, EXPERTS)
+    value = weighted(value, probs, rows, EXPERTS)
     activation = encode(value, activation_inverse, ACTIVATION_MAX, activation_dtype)
     g_first = g * d_first
     if RECORD:
@@ -430,8 +430,8 @@ def _activation_backward_tiles(
                     if KIND[1]:
                         second = load_inside(z + F + at * width + columns, inside, False).to(tl.float32)
                     g = load_inside(grad + at * F + columns, inside, False).to(tl.float32)
-                    g = _weighted(g, probs, at, EXPERTS)
-                    _, d_first, d_second = _value_and_derivatives(first, second, KIND)
+                    g = weighted(g, probs, at, EXPERTS)
+                    _, d_first, d_second = value_and_derivatives(first, second, KIND)
                     count += num_clamped(g * d_first, inverse, FP_MAX)
                     if KIND[1]:
                         count += num_clamped(g * d_second, inverse, FP_MAX)
@@ -440,7 +440,7 @@ def _activation_backward_tiles(
             add_cast(amax_out, end if EXPERTS else T, width)
 
 
-def _constant(activation: Activation) -> tuple[str | float, ...]:
+def constant(activation: Activation) -> tuple[str | float, ...]:
     """``KIND`` of the kernels: the kind, whether it is gated, and its parameters."""
     return activation.kind, activation.row.is_gated, *activation.parameters
 
@@ -475,7 +475,7 @@ def _partial_amaxes(
     operands, num_experts, has_experts = _rows_launched(experts, z)
     _activation_amax[(num_partials,)](
         z, z if grad is None else grad, *operands, partials, T, F, num_experts, num_tiles,
-        _constant(activation), grad is not None, has_experts, rows, columns,
+        constant(activation), grad is not None, has_experts, rows, columns,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -533,7 +533,7 @@ def quantize_rows(
         per_program = _FLAT_TILE * _FLAT_TILES
         _flat_quantize[(cdiv(z.numel(), per_program),)](
             z, payload, used, partials, amax_taken, z.numel(), num_partials,
-            MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _constant(activation),
+            MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), constant(activation),
             z.numel() % per_program == 0,
             _FLAT_TILE, _FLAT_TILES, _FLAT_STAGES, MAX_PARTIALS, num_warps=_NUM_WARPS,
             enable_fp_fusion=True,
@@ -543,7 +543,7 @@ def quantize_rows(
     operands, num_experts, has_experts = _rows_launched(experts, z)
     _quantize_rows[(cdiv(T, rows) * cdiv(F, columns),)](
         z, *operands, payload, used, partials, amax_taken, T, F, num_experts, num_partials,
-        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), _constant(activation), has_experts, rows, columns,
+        MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), constant(activation), has_experts, rows, columns,
         MAX_PARTIALS, num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -609,7 +609,7 @@ def backward_quantize_rows(
         grad, z, *operands, payload, payload_t, activation_t, used, activation_scale, partials,
         used if amax_out is None else amax_out, sums, T, F, num_experts, num_partials,
         MAX_FINITE[dtype], MAX_FINITE[activation_dtype], current, power_of_two, recorded(amax_out), column_sums,
-        _constant(activation), has_experts, is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
+        constant(activation), has_experts, is_even, tile_m, _TILE_K, tiles, stages, MAX_PARTIALS, num_warps=num_warps,
         enable_fp_fusion=True,
     )  # fmt: skip
     return payload, payload_t, activation_t, sum_of_programs(sums)[0], taken

@@ -170,7 +170,7 @@ def _blocks(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[
 
 
 @operator(
-    gpu=None,
+    gpu=".activation_blocks_triton",
     fake=lambda z, activation, dtype: _blocks(z, len(z), z.shape[1] // activation.row.num_inputs, dtype),
     check=_check_width,
 )
@@ -194,7 +194,7 @@ def expert_activation_quantize_blocks(
 
 
 @operator(
-    gpu=None,
+    gpu=".activation_blocks_triton",
     fake=lambda grad, z, dtype: (
         *_blocks(z, len(z), z.shape[1], dtype),
         *_blocks(z, z.shape[1], len(z), dtype),

@@ -144,7 +144,7 @@ def _block_layouts(x: Tensor, num_rows: int, *, rowwise: bool, transposed: bool)
 
 
 @operator(
-    gpu=None,
+    gpu=".rows_triton",
     fake=lambda x, source, rowwise, transposed: _block_layouts(x, len(source), rowwise=rowwise, transposed=transposed),
     check=_check_gather_blocks,
 )

@@ -1,7 +1,8 @@
 """Rows grouped by expert in Triton: every result has the specification's bits, and no launch waits for the host.
 
 Bytes: `routed_rows` reads the map twice. `gather_rows` reads a row of x once for each of its rows, mostly from L2,
-whether it writes one layout or both. `sum_rows` reads each row once.
+whether it writes one layout or both; so does `gather_blocks`, with 4/128 bytes an element more each way. `sum_rows`
+reads each row once.
 """
 
 # The parameters of a Triton kernel have no Python types.
@@ -16,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dtypes import GROUP_ROWS
+from ...dtypes import GEMM_BLOCK, GROUP_ROWS, MAX_FINITE
 from ..launch import MOST_SHAPES, PreparedLaunch
+from ..quantize.blocks import block_scales_shape
+from ..quantize.blocks_triton import cast_transposed
 from ..quantize.triton import TILE_K, TILE_M, no_values, store_transposed
 from ..shapes import cdiv, empty, empty_vector, next_power_of_2
 
@@ -140,6 +143,54 @@ def _gather_tiles(
 
 
 @triton.jit
+def _row_with_scale(x, scales, source, rows, columns, E, stride, scale_stride):
+    """Elements of a row's block in FP8, and the block's scale; 0 and 1 where a row has no token."""
+    origin = tl.load(source + rows)
+    token = (origin // E).to(tl.int64)
+    value = tl.load(x + token * stride + columns, mask=(origin >= 0) & (columns >= 0), other=0.0)
+    return value, tl.load(scales + token * scale_stride, mask=origin >= 0, other=1.0)
+
+
+@triton.jit
+def _gather_blocks(
+    x, scales, source, offsets, payload, own_scales, payload_t, scales_t, R, H, E, stride, block_stride, scale_stride,
+    FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWWISE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK rows and columns of x [T, H] → payload [R, H] with own_scales [H / BLOCK, R], payload_t [H, R]
+    with scales_t [R / BLOCK, H].
+
+    Rows of x are `stride` apart, scales of neighbouring rows `scale_stride`, of neighbouring blocks `block_stride`.
+    """
+    blocks = H // BLOCK
+    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if tile * BLOCK < tl.load(offsets + E):
+        rows = tile * BLOCK + 4 * tl.arange(0, BLOCK // 4)[:, None]
+        columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        scales += block * block_stride
+        q0, s0 = _row_with_scale(x, scales, source, rows, columns, E, stride, scale_stride)
+        q1, s1 = _row_with_scale(x, scales, source, rows + 1, columns, E, stride, scale_stride)
+        q2, s2 = _row_with_scale(x, scales, source, rows + 2, columns, E, stride, scale_stride)
+        q3, s3 = _row_with_scale(x, scales, source, rows + 3, columns, E, stride, scale_stride)
+        if ROWWISE:
+            target = payload + rows.to(tl.int64) * H + columns
+            tl.store(target, q0)
+            tl.store(target + H, q1)
+            tl.store(target + 2 * H, q2)
+            tl.store(target + 3 * H, q3)
+            places = own_scales + block.to(tl.int64) * R + rows
+            tl.store(places, s0)
+            tl.store(places + 1, s1)
+            tl.store(places + 2, s2)
+            tl.store(places + 3, s3)
+        if TRANSPOSED:
+            cast_transposed(
+                q0.to(tl.float32) * s0, q1.to(tl.float32) * s1, q2.to(tl.float32) * s2, q3.to(tl.float32) * s3,
+                payload_t, scales_t, R, H, tile, block * BLOCK, FP_MAX, POWER_OF_TWO, True, BLOCK, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
 def _sum_token_rows(y, rows, out, T, H, TOP_K: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile of out [T, H]."""
     tiles = tl.cdiv(H, COLUMNS)
@@ -215,6 +266,39 @@ def _words_launch(R: int, words: int, num_experts: int) -> PreparedLaunch:
     grid = (cdiv(R, _GATHER_ROWS) * cdiv(words, _GATHER_WORDS),)
     numbers = (words, num_experts, _GATHER_ROWS, _GATHER_WORDS)
     return PreparedLaunch(_gather_words, grid, *numbers, num_warps=_NUM_WARPS, enable_fp_fusion=True)
+
+
+def gather_blocks(
+    x: Tensor,
+    scales: Tensor,
+    source: Tensor,
+    num_experts: int,
+    offsets: Tensor,
+    rowwise: bool,
+    transposed: bool,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rows_reference.gather_blocks` in one launch."""
+    (_, H), R, device = x.shape, len(source), x.device
+    no_payload, no_scales = no_values(x.dtype, device), no_values(torch.float32, device)
+    payload, own_scales, payload_t, scales_t = no_payload, no_scales, no_payload, no_scales
+    if rowwise:
+        payload = empty(R, H, x.dtype, device)
+        own_scales = empty(*block_scales_shape(R, H), torch.float32, device)
+    if transposed:
+        payload_t = empty(H, R, x.dtype, device)
+        scales_t = empty(*block_scales_shape(H, R), torch.float32, device)
+    numbers = (R, H, num_experts, x.stride(0), *scales.stride(), MAX_FINITE[x.dtype])
+    launch = _gather_blocks_launch(*numbers, power_of_two, rowwise, transposed)
+    launch(x, scales, source, offsets, payload, own_scales, payload_t, scales_t)
+    return payload, own_scales, payload_t, scales_t
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _gather_blocks_launch(R: int, H: int, *numbers: float) -> PreparedLaunch:
+    grid = (R // GEMM_BLOCK * (H // GEMM_BLOCK),)
+    call = (R, H, *numbers, GEMM_BLOCK)
+    return PreparedLaunch(_gather_blocks, grid, *call, num_warps=_TRANSPOSING_WARPS, enable_fp_fusion=True)
 
 
 def sum_rows(y: Tensor, rows: Tensor) -> Tensor:

@@ -117,9 +117,24 @@ def _cast_columns(
     BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """PART columns of one block each, transposed."""
-    m0, k0 = tile_m * BLOCK, part_k * PART
+    k0 = part_k * PART
+    x0, x1, x2, x3, _, _ = _load_tile(x, tile_m * BLOCK, k0, M, K, EVEN, BLOCK, PART)
+    cast_transposed(
+        x0, x1, x2, x3, payload_t, scales_t, M, K, tile_m, k0, FP_MAX, POWER_OF_TWO, EVEN, BLOCK, PART
+    )  # fmt: skip
+    if SUM_COLUMNS:
+        _store_column_sums(sums, x0, x1, x2, x3, tile_m, k0, K, EVEN, PART)
+
+
+@triton.jit
+def cast_transposed(
+    x0, x1, x2, x3, payload_t, scales_t, M, K, tile_m, k0,
+    FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """PART columns from `k0` of one block each → payload_t [K, M] and scales_t [M / BLOCK, K]; the rows 4i, 4i+1, 4i+2
+    and 4i+3 of the row `tile_m` of tiles are given."""
+    m0 = tile_m * BLOCK
     dtype: tl.constexpr = payload_t.dtype.element_ty
-    x0, x1, x2, x3, _, _ = _load_tile(x, m0, k0, M, K, EVEN, BLOCK, PART)
     bits = tl.maximum(
         tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
     )
@@ -132,8 +147,6 @@ def _cast_columns(
     q2 = encode(x2, inverse, FP_MAX, dtype)
     q3 = encode(x3, inverse, FP_MAX, dtype)
     store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, BLOCK, PART, EVEN)
-    if SUM_COLUMNS:
-        _store_column_sums(sums, x0, x1, x2, x3, tile_m, k0, K, EVEN, PART)
 
 
 @triton.jit
