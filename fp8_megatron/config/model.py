@@ -321,6 +321,14 @@ class ModelConfig(MoeConfig, DecoderConfig):
         return () if self.num_experts is None else layers_with_experts(self.moe_layer_freq, self.num_layers)
 
     @property
+    def has_dense_mlps(self) -> bool:
+        """Whether some layer has an MLP without experts; also of layers that checks refuse."""
+        try:
+            return len(self.expert_layers) < self.num_layers
+        except ValueError:
+            return True
+
+    @property
     def expert_ffn_hidden_size(self) -> int:
         """Width of an expert, with the default filled in."""
         return self.padded_ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size

@@ -203,3 +203,10 @@ def test_experts_of_stages_that_are_neighbours_take_all_ranks_of_a_replica() -> 
     with pytest.raises(ConfigError, match=r"= 4 is not tensor_model_parallel_size × context_parallel_size = 1; choose"):
         check_config(config_of(f"{flags} 4"), 8, on_this_machine=False)
     check_config(config_of(f"{flags} 1"), 8, on_this_machine=False)
+
+
+def test_the_width_of_mlps_counts_where_a_layer_has_one() -> None:
+    flags = "--fp8-recipe blockwise --hidden-size 256 --moe-ffn-hidden-size 256 --ffn-hidden-size 1344"
+    check_config(config_of(flags), 1, on_this_machine=False)
+    with pytest.raises(ConfigError, match=r"ffn_hidden_size\(1344\) is not a multiple of 128"):
+        check_config(config_of(f"{flags} --moe-layer-freq 2"), 1, on_this_machine=False)

@@ -100,7 +100,7 @@ def _width_problems(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     ffn = model.padded_ffn_hidden_size
     if config.precision.precision in ("bf16", "fp16"):
-        if ffn % tp:
+        if ffn % tp and model.has_dense_mlps:
             yield (
                 f"ffn_hidden_size({ffn}) % tensor_model_parallel_size({tp}) = {ffn % tp}; "
                 f"choose ffn_hidden_size = {multiples_near(ffn, tp)}, or another tensor_model_parallel_size"
@@ -115,8 +115,9 @@ def _width_problems(config: Config) -> Iterator[str]:
             (heads + 2 * groups) * head_dim,
             tp,
         ),
-        (f"ffn_hidden_size({ffn})", ffn, tp),
     ]
+    if model.has_dense_mlps:
+        sizes.append((f"ffn_hidden_size({ffn})", ffn, tp))
     of_one = config.precision.gemm_multiple
     fix = "--fp8-recipe tensorwise" if config.precision.has_blocks else "--precision bf16"
     for equation, size, ranks in sizes:

@@ -166,11 +166,7 @@ def _memory_problems(config: Config) -> Iterator[str]:
     if training.mlp_chunks_for_training > 1:
         count = training.mlp_chunks_for_training
         yield f"mlp_chunks_for_training({count}): experts take all tokens at once; drop it, or num_experts"
-    try:
-        has_dense = len(model.expert_layers) < model.num_layers
-    except ValueError:
-        return  # `_layer_problems` reports it
-    if "mlp" in training.recomputed_modules and not has_dense:
+    if "mlp" in training.recomputed_modules and not model.has_dense_mlps:
         yield "recompute_modules(mlp): every layer has experts; choose moe"
 
 
@@ -191,7 +187,7 @@ def _upcycling_problems(config: Config) -> Iterator[str]:
         name = f"moe_shared_expert_intermediate_size({shared})"
         yield f"moe_use_upcycling: a model without experts has no {name}; drop it"
     width, mlp = granularity * model.expert_ffn_hidden_size, model.padded_ffn_hidden_size
-    if len(model.expert_layers) < model.num_layers and width != mlp:
+    if model.has_dense_mlps and width != mlp:
         yield (
             f"moe_use_upcycling: {granularity} × moe_ffn_hidden_size({model.expert_ffn_hidden_size}) = {width} is not "
             f"ffn_hidden_size({mlp}) of the layers without experts; give one width of all MLPs"

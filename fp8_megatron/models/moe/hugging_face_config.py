@@ -194,7 +194,7 @@ def _reasons_against(family: Family, model: ModelConfig) -> list[str]:
     ]
     if family in (MIXTRAL, GPT_OSS):
         against.append((model.moe_router_pre_softmax, "moe_router_pre_softmax"))
-        against.append((len(model.expert_layers) < model.num_layers, f"moe_layer_freq({model.moe_layer_freq})"))
+        against.append((model.has_dense_mlps, f"moe_layer_freq({model.moe_layer_freq})"))
     if family is QWEN2_MOE:
         against.append((shared is None or not gate, "no shared expert with a gate"))
     else:
