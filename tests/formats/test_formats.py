@@ -57,11 +57,12 @@ def test_parts_join_to_the_cast_of_the_whole(recipe: RecipeName, dim: int) -> No
 
 
 @pytest.mark.parametrize("storage", [StorageDtype.FP8, StorageDtype.FP16])
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_a_layers_products(recipe: RecipeName, storage: StorageDtype) -> None:
+@pytest.mark.parametrize(("recipe", "least"), [("blockwise", 27.0), ("mxfp8", 27.0), ("nvfp4", 12.0)])
+def test_a_layers_products(recipe: RecipeName, least: float, storage: StorageDtype) -> None:
     """y and both gradients are near float64's of the layer's own weight, for operands whose rows differ in size.
 
-    Noise is that of E4M3 in two operands, 28.5 dB, less 1.5 dB for a sample of 32 rows.
+    Noise is that of E4M3 in two operands, 28.5 dB, less 1.5 dB for a sample of 32 rows; of E2M1, one of them rounded
+    stochastically, 14 dB.
     """
     torch.manual_seed(0)
     layer = FP8Linear(256, 2 * STATE_BLOCK, bias=False, recipe=Recipe(recipe, False), weight=storage)
@@ -72,6 +73,6 @@ def test_a_layers_products(recipe: RecipeName, storage: StorageDtype) -> None:
     weight, exact_x, g = layer.weight.dequantize().double(), x.detach().double(), cotangent.double()
     assert x.grad is not None and layer.weight.grad is not None
     for rows, exact in zip(y.detach().split(32), (exact_x @ weight.t()).split(32), strict=True):
-        assert snr_db(rows, exact) > 27.0
-    assert snr_db(x.grad, g @ weight) > 27.0
-    assert snr_db(layer.weight.grad, g.t() @ exact_x) > 27.0
+        assert snr_db(rows, exact) > least
+    assert snr_db(x.grad, g @ weight) > least
+    assert snr_db(layer.weight.grad, g.t() @ exact_x) > least
