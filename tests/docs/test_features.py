@@ -45,6 +45,7 @@ HELD = {
     "5-byte form, gradients released into the step": (HERE, NOTHING, NOTHING, NOTHING),
     "recipes `delayed`, `tensorwise`": (HERE, HERE, HERE, HERE),
     "recipes `blockwise`, `mxfp8`": (HERE, HERE, HERE, HERE),
+    "recipe `nvfp4`": (HERE, HERE, HERE, HERE),
     "AdamW, Adam, SGD, Lion": (HERE, HERE, HERE, HERE),
     "Muon, with AdamW beside it": (HERE, HERE, HERE, HERE),
     "FP8 LM head": (HERE, HERE, HERE, "compat/test_trl.py::test_fine_tuning_the_whole_model"),
@@ -135,15 +136,12 @@ def falls(losses: list[float]) -> None:
 
 # The trainer
 
-RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 _RATES = {"sgd": 0.2, "lion": 3e-3}
 _FIVE_BYTES = {"main_params_dtype": "split", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
 _IN_TRAINER = {
     **{level: {"opt_level": level} for level in ("O1", "O2", "O3")},
-    **{
-        recipe: {"fp8_recipe": recipe, "hidden_size": 128, "micro_batch_size": 8}
-        for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
-    },
+    **{recipe: {"fp8_recipe": recipe, "hidden_size": 128, "micro_batch_size": 8} for recipe in RECIPES},
     **{rule: {"optimizer": rule, "lr": _RATES.get(rule, 1e-2)} for rule in RULES},
     "5 bytes, released": {**_FIVE_BYTES, "release_gradients": True, "clip_grad": 0},
 }
