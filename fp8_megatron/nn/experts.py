@@ -6,6 +6,9 @@ that is made, before its cast. So an expert's output is summed as it is, and the
 the gradient of the token, cast once. Each GEMM is one launch for all experts, and no host waits for the counts of
 tokens (`kernels.grouped`).
 
+In formats with blocks the columns that a weight gradient takes have scales of their own, along the rows of an expert.
+They are cast again from the FP8 rows, behind their copy (`ops.gather_blocks`).
+
 Forward keeps the tokens in FP8, fc1's output z in 16 bits, and where rows lie. With `recomputes` it does not keep z,
 and backward begins with z's GEMM.
 
