@@ -170,6 +170,32 @@ def test_two_optimizers_have_one_state_and_skip_together() -> None:
         resumed.load_state_dict({**state, "param_groups": [state["param_groups"][0]] * 2})
 
 
+def replicated_run(group: Any) -> dict[str, Tensor]:
+    model = small(in_fp8=True)
+    model, optimizer = fp8_megatron.initialize(model, with_adamw(model.parameters()), "O3", process_group=group)
+    train(model, optimizer, range(4))
+    return model.state_dict()
+
+
+def test_two_optimizers_over_replicas_have_the_bits_of_one_rank(ranks: RankPool) -> None:
+    (alone,) = ranks.run(on_default_group, replicated_run, num_ranks=1)
+    for num_ranks in (2, 4):
+        for found in ranks.run(on_default_group, replicated_run, num_ranks=num_ranks):
+            assert_equal(found, alone)
+
+
+def test_a_matrix_that_is_unfrozen_has_its_own_rule() -> None:
+    model = small(in_fp8=True)
+    model[2].weight.requires_grad_(False)
+    model, optimizer = fp8_megatron.initialize(model, with_adamw(model.parameters()), "O3")
+    train(model, optimizer, range(1))
+    before = model.state_dict()["2.weight"].clone()
+    model[2].weight.requires_grad_()
+    train(model, optimizer, range(1, 3))
+    assert not torch.equal(model.state_dict()["2.weight"], before)
+    assert "momentum_buffer_payload" in optimizer.state_dict()["state"][1]
+
+
 def test_shares_of_two_optimizers_are_checked() -> None:
     def initialize(*optimizers: torch.optim.Optimizer) -> FP8Optimizer:
         return fp8_megatron.initialize(model, optimizers)[1]
