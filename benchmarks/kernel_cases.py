@@ -91,7 +91,8 @@ def _sum_of_rows(payload: Tensor, scales: Tensor, num_rows: int, *, add: bool) -
 
 
 def optimizer(device: torch.device, n: int, chunk: int = 4096) -> Iterator[Case]:
-    """The fused step over n parameters: FP32 (level bf16), O3, 8-bit moments, split master; FP8 weights derived."""
+    """The fused step over n parameters: FP32 (level bf16), O3, 8-bit moments, split master; FP8 weights derived; Muon's
+    two halves."""
     at = f"2^{n.bit_length() - 1}"
     one = torch.ones(1, device=device)
     values = [1e-3 * torch.randn(n, device=device), 1e-4 * torch.randn(n, device=device)]
@@ -146,6 +147,28 @@ def optimizer(device: torch.device, n: int, chunk: int = 4096) -> Iterator[Case]
         f"adamw_split_step_ int8 + uint8 moments {at}",
         lambda _: ops.adamw_split_step_(split, HYPER, chunk_amax=chunk_amax, **scalars),
         moments + (2 * (1 + 1) + 4 / chunk) * n,
+    )
+    state = ops.MomentumState(*scaled[:2], places)
+    update = torch.randn(n, device=device).bfloat16()
+    yield Case(
+        f"momentum_step_ O3 {at}",
+        lambda _: ops.momentum_step_(state, update, beta=0.95, nesterov=True, **scalars),
+        (1 + 2 * 1 + 2 + 4 / GRAD_BLOCK + 8 / STATE_BLOCK + 20 / chunk) * n,
+    )
+    yield Case(
+        f"orthogonal_step_ O3 {at}",
+        lambda _: ops.orthogonal_step_(
+            update, scaled.master, places, lr=1e-3, weight_decay=0.1, chunk_amax=chunk_amax, **scalars
+        ),
+        (2 + 2 * 2 + 8 / STATE_BLOCK + per_chunk) * n,
+    )
+    master = ops.SplitMaster(*split[3:])
+    yield Case(
+        f"orthogonal_split_step_ {at}",
+        lambda _: ops.orthogonal_split_step_(
+            update, master, lr=1e-3, weight_decay=0.1, chunk_amax=chunk_amax, **scalars
+        ),
+        (2 + 2 * (1 + 1) + per_chunk + 4 / chunk) * n,
     )
 
 

@@ -16,9 +16,9 @@ from . import reference as _shared
 from .activation import reference as _activation
 from .adamw import reference as _adamw
 from .adamw import split_master as _split_master
-from .adamw.elementwise import FlatOperands, direction_step_, elementwise_step_
+from .adamw.elementwise import FlatOperands, elementwise_step_
 from .adamw.reference import AdamHyper, AdamState, FlatState, SplitAdamState
-from .adamw.split_master import SplitMaster, join_master, next_weight_scales, split_master, split_step_
+from .adamw.split_master import SplitMaster, join_master, next_weight_scales, split_master
 from .attention import reference as _attention
 from .attention.blocks import BlockKernel, attention_block, attention_block_backward
 from .attention.reference import AttentionGradCasts, AttentionInputs, WrittenCast
@@ -31,6 +31,8 @@ from .grouped import rows_reference as _rows
 from .grouped.rows_reference import Groups, most_rows
 from .health import reference as _health
 from .health.reference import LOWEST_EXPONENT, NUM_MAXIMA, NUM_STATISTICS, Statistic, measured_block
+from .muon import reference as _muon
+from .muon.reference import MomentumState
 from .norm import reference as _norm
 from .quantize import blocks as _blocks
 from .quantize import blockwise as _blockwise
@@ -133,6 +135,10 @@ adamw_step_ = callable_of(_adamw.adamw_step_)
 derive_fp8_weights_ = callable_of(_adamw.derive_fp8_weights_)
 
 adamw_split_step_ = callable_of(_split_master.adamw_split_step_)
+
+momentum_step_ = callable_of(_muon.momentum_step_)
+orthogonal_step_ = callable_of(_muon.orthogonal_step_)
+orthogonal_split_step_ = callable_of(_muon.orthogonal_split_step_)
 
 
 def block_scaled_mm(

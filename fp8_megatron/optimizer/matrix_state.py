@@ -103,13 +103,9 @@ class MatrixSpaceState(SpaceState):
         these have made travels back."""
         parts = torch.zeros(turn.numel, dtype=torch.bfloat16, device=self.space.device)
         for place, start, grad, step in runs:
-            ops.direction_step_(
-                self._operands(place, grad, None),
-                lambda grad, states: self.rule.direction(grad, states, group),
-                parts[start : start + place.length],
-                grad_factor=grad_factor,
-                step=step,
-            )
+            direction = parts[start : start + place.length]
+            operands = self._operands(place, grad, None)
+            self.rule.direct(operands, direction, group, grad_factor=grad_factor, step=step)
         sent = turn.gather(parts)
         yield
         directions = turn.gathered(sent, parts)
@@ -212,8 +208,8 @@ class SplitMatrixState(MatrixSpaceState, SplitSpaceState):
         assert written is not None and self._moving is not None and self.chunk_amax is not None
         start, stop = place.shard_start, place.shard_start + place.length
         chunks = slice(start // CHUNK, stop // CHUNK)
-        made = grad.payload.float()
-        ops.split_step_(
+        self.rule.step_split(
+            grad.payload,
             ops.SplitMaster(
                 written[start:stop],
                 self.master.part(place).payload,
@@ -221,7 +217,7 @@ class SplitMatrixState(MatrixSpaceState, SplitSpaceState):
                 self.chunk_matrices[chunks],
                 self.places_of(place),
             ),
-            lambda param: self.rule.change(made, param, group),
+            group,
             grad_factor=grad_factor,
             step=step_count,
             chunk_amax=self.chunk_amax[chunks],

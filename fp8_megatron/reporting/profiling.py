@@ -33,7 +33,7 @@ _CATEGORIES = (
     ),
     ("experts' rows", r"_count_rows|_place_rows|_gather_words|_gather_tiles|_sum_token_rows"),
     ("loss", r"_cross_entropy"),
-    ("optimizer", r"_adamw|_derive_fp8|_partial_squares|_squared_norm"),
+    ("optimizer", r"_adamw|_momentum_step|_orthogonal_|_derive_fp8|_partial_squares|_squared_norm"),
     ("copies", r"memcpy|memset|fill_words|copy_kernel|direct_copy|catarray"),
 )
 

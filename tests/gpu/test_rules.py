@@ -1,4 +1,4 @@
-"""SGD and Lion as update rules on a GPU: the CPU's numbers, no waiting for the device, and the same bits again."""
+"""SGD, Lion and Muon as update rules on a GPU: the CPU's numbers, no waiting for the GPU, and the same bits again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import fp8_megatron
 from fp8_megatron.any_model.optimizer import FP8Optimizer
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
-from tests.any_model.test_rules import MAKERS
+from tests.any_model.test_rules import MAKERS, with_adamw
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
 ]
+
+
+RULES: dict[str, Any] = {**MAKERS, "muon": with_adamw}
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def build(name: str, level: str, device: str) -> tuple[torch.nn.Sequential, FP8O
     model = torch.nn.Sequential(
         torch.nn.Linear(256, 512), torch.nn.LayerNorm(512), torch.nn.GELU(), torch.nn.Linear(512, 256)
     ).to(device)
-    built: Any = fp8_megatron.initialize(model, MAKERS[name](model.parameters()), level)
+    built: Any = fp8_megatron.initialize(model, RULES[name](model.parameters()), level)
     return built
 
 
@@ -49,7 +52,7 @@ def masters(model: torch.nn.Module) -> Tensor:
     return torch.cat([value.float().flatten().cpu() for value in values])
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_moves_as_on_the_cpu(name: str, level: str) -> None:
     """Random bits are the same on both; gradients in FP8 are cast by other kernels, in the same way."""
@@ -62,10 +65,11 @@ def test_moves_as_on_the_cpu(name: str, level: str) -> None:
             optimizer.step()
         found[device] = masters(model) - start
     # A sum that is rounded otherwise takes the next number of its grid, now and then; Lion's sign flips beside 0.
-    assert snr_db(found["cpu"], found["cuda"]) > 30.0
+    # Muon's coefficients multiply what BF16 rounds: each device is 37 dB from float64 (tests/optimizer/test_muon.py).
+    assert snr_db(found["cpu"], found["cuda"]) > (25.0 if name == "muon" else 30.0)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", RULES)
 def test_training_learns_waits_for_nothing_and_repeats(forbids_waiting: None, name: str) -> None:
     outcomes = []
     for _ in range(2):

@@ -284,6 +284,17 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (plain, hyper, one, one.clone(), None, None),
         ],
         "adamw_split_step_": [(split, hyper, one, one.clone(), torch.empty(2))],
+        "momentum_step_": [
+            (ops.MomentumState(state.grad, state.exp_avg), x.view(-1).clone(), 0.9, True, one, one.clone()),
+            (ops.MomentumState(plain.grad, plain.exp_avg), x.view(-1).clone(), 0.9, False, one, one.clone()),
+        ],
+        "orthogonal_step_": [
+            (x.view(-1), *(state.master, ops.Places(), 0.1, 0.1, one, one.clone()), torch.rand(N), torch.rand(2)),
+            (x.view(-1), *(plain.master, ops.Places(), 0.1, 0.1, one, one.clone()), None, None),
+        ],
+        "orthogonal_split_step_": [
+            (x.view(-1), ops.SplitMaster(*split[3:]), 0.1, 0.1, one, one.clone(), torch.empty(2))
+        ],
         "derive_fp8_weights_": [(*_flat(torch.float16, 256), _fp8(1, N)[0], one, torch.zeros(2).int())],
     }
 

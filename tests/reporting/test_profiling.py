@@ -43,6 +43,7 @@ from fp8_megatron.reporting.profiling import (
         ("_sum_token_rows", "experts' rows"),
         ("_cross_entropy_backward", "loss"),
         ("_adamw_step", "optimizer"),
+        ("_orthogonal_split_step", "optimizer"),
         ("_derive_fp8_weights", "optimizer"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("something_new", "other"),

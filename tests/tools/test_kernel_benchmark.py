@@ -23,6 +23,9 @@ WRITE_ONLY = {
     "adamw_step_": {"weight", "chunk_amax"},
     "adamw_split_step_": {"chunk_amax"},
     "derive_fp8_weights_": {"payload"},
+    "momentum_step_": {"direction"},
+    "orthogonal_step_": {"weight", "chunk_amax"},
+    "orthogonal_split_step_": {"chunk_amax"},
 }
 #: Part of an operand that an operator touches, where it is not all: query and key, of one head or four a group.
 TOUCHED = {("rotate_qk_", "y"): (2, 3), ("norm_rotate_qk", "y"): (5, 6), ("norm_rotate_qk_backward", "y"): (5, 6)}

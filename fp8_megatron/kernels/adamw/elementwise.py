@@ -13,15 +13,13 @@ from torch import Tensor
 
 from ..quantize.blockwise import load_state
 from ..rounding import Places, exp_avg_bits, exp_avg_sq_bits, rounding_bits
-from .reference import FlatState, is_rounded, store_master_, store_moment_, update_where_finite
+from .reference import FlatState, is_rounded, move_master_, store_moment_, update_where_finite
 
 #: Elements whose FP32 values are held at a time, a multiple of all blocks and of all units of places.
 _PIECE = 1 << 24
 
 #: (gradient, parameter, states), FP32 [n] each → (what is added to the parameter, the new states).
 ChangeFunction = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Sequence[Tensor]]]
-#: (gradient, states), FP32 [n] each → (a direction, the new states).
-DirectionFunction = Callable[[Tensor, list[Tensor]], tuple[Tensor, Sequence[Tensor]]]
 
 
 class FlatOperands(NamedTuple):
@@ -78,39 +76,15 @@ def elementwise_step_(
         holds_squares: by state, whether it is never negative; see `reference.store_moment_`.
         grad_factor, step: as in `reference.adamw_step_`.
     """
-    for piece, _ in _pieces(operands):
+    for piece in _pieces(operands):
         _step_(piece, change, holds_squares, grad_factor, step)
 
 
-def direction_step_(
-    operands: FlatOperands, direct: DirectionFunction, out: Tensor, *, grad_factor: Tensor, step: Tensor
-) -> None:
-    """The first half of a step whose direction is made of whole matrices: the states, and what the matrices are of.
-
-    Args:
-        operands: the master, the weight and the amaxes are not touched. No state holds squares.
-        out: BF16 [n] receives the direction.
-        grad_factor, step: as in `reference.adamw_step_`.
-    """
-    for piece, (start, stop) in _pieces(operands):
-
-        def update(piece: FlatOperands = piece, part: Tensor = out[start:stop]) -> None:
-            grad = load_state(*piece.grad) * grad_factor
-            direction, new = direct(grad, [load_state(*state) for state in piece.states])
-            bits = rounding_bits(grad.numel(), step, piece.places) if is_rounded(*piece.states) else None
-            for state, kept in zip(piece.states, new, strict=True):
-                store_moment_(kept, state, bits, exp_avg_bits)
-            part.copy_(direction)
-
-        update_where_finite(grad_factor, [tensor for state in piece.states for tensor in state], update)
-
-
-def _pieces(operands: FlatOperands) -> Iterator[tuple[FlatOperands, tuple[int, int]]]:
-    """Parts whose FP32 values fit in memory at once, with where each starts and stops."""
+def _pieces(operands: FlatOperands) -> Iterator[FlatOperands]:
+    """Parts whose FP32 values fit in memory at once."""
     numel = operands.master.payload.numel()
     for start in range(0, numel, _PIECE):
-        stop = min(start + _PIECE, numel)
-        yield operands.part(start, stop), (start, stop)
+        yield operands.part(start, min(start + _PIECE, numel))
 
 
 def _step_(
@@ -124,15 +98,7 @@ def _step_(
         bits = rounding_bits(value.numel(), step, piece.places) if is_rounded(*states, master) else None
         for state, kept, is_square in zip(states, new, holds_squares, strict=True):
             store_moment_(kept, state, bits, exp_avg_sq_bits if is_square else exp_avg_bits)
-        if master.payload.dtype is torch.float32:
-            master.payload.copy_(value + added)
-        else:
-            store_master_(value, added, master, bits)
-        stored = load_state(*master)
-        if weight is not None:
-            weight.copy_(stored)
-        if chunk_amax is not None:
-            torch.amax(stored.abs().view(chunk_amax.numel(), -1), dim=1, out=chunk_amax)
+        move_master_(value, added, master, bits, weight, chunk_amax)
 
     written = [tensor for state in (*states, master) for tensor in state]
     update_where_finite(grad_factor, [*written, weight, chunk_amax], update)

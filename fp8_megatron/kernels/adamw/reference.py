@@ -167,11 +167,7 @@ def adamw_step_(
             master.payload.copy_(p * decay - change)
         else:
             store_master_(p, shrunk_too(change, p, hyper), master, bits)
-        stored = load_state(*master)
-        if weight is not None:
-            weight.copy_(stored)
-        if chunk_amax is not None:
-            torch.amax(stored.abs().view(chunk_amax.numel(), -1), dim=1, out=chunk_amax)
+        _read_master_(master, weight, chunk_amax)
 
     update_where_finite(grad_factor, [*state.exp_avg, *state.exp_avg_sq, *master, weight, chunk_amax], update)
 
@@ -264,6 +260,30 @@ def store_master_(p: Tensor, change: Tensor, master: FlatState, bits: Tensor | N
     scales.copy_(scale.view(-1))
     stored = round_sum_to_grid(p, change, noise, grid, scale)
     payload.copy_((stored * scale.reciprocal()).view(-1))
+
+
+def move_master_(
+    p: Tensor,
+    change: Tensor,
+    master: FlatState,
+    bits: Tensor | None,
+    weight: Tensor | None,
+    chunk_amax: Tensor | None,
+) -> None:
+    """Store ``p + change`` [n], and write `weight` and `chunk_amax` as `adamw_step_` does."""
+    if master.payload.dtype is torch.float32:
+        master.payload.copy_(p + change)
+    else:
+        store_master_(p, change, master, bits)
+    _read_master_(master, weight, chunk_amax)
+
+
+def _read_master_(master: FlatState, weight: Tensor | None, chunk_amax: Tensor | None) -> None:
+    stored = load_state(*master)
+    if weight is not None:
+        weight.copy_(stored)
+    if chunk_amax is not None:
+        torch.amax(stored.abs().view(chunk_amax.numel(), -1), dim=1, out=chunk_amax)
 
 
 def update_where_finite(factor: Tensor, written: Sequence[Tensor | None], update: Callable[[], None]) -> None:

@@ -129,7 +129,7 @@ def adamw_split_step_(
         def change(p: Tensor) -> Tensor:
             return shrunk_too(adam_change_(g, p, state.exp_avg, state.exp_avg_sq, step, hyper, bits), p, hyper)
 
-        _move_(master, change, bits, chunk_amax)
+        move_split_master_(master, change, bits, chunk_amax)
         state.weight_scales.copy_(state.new_weight_scales)
 
     written = [*state.exp_avg, *state.exp_avg_sq, *master[:2], state.weight_scales, chunk_amax]
@@ -154,30 +154,10 @@ class SplitMaster(NamedTuple):
     places: Places
 
 
-def split_step_(
-    master: SplitMaster,
-    change: Callable[[Tensor], Tensor],
-    *,
-    grad_factor: Tensor,
-    step: Tensor,
-    chunk_amax: Tensor,
+def move_split_master_(
+    master: SplitMaster, change: Callable[[Tensor], Tensor], bits: Tensor, chunk_amax: Tensor
 ) -> None:
-    """Move split masters as a rule without a kernel of its own says, in plain PyTorch on every device. The caller
-    writes the new scales.
-
-    Args:
-        change: FP32 [n] → what is added to each element, FP32 [n].
-        grad_factor, step, chunk_amax: as in `adamw_split_step_`.
-    """
-
-    def update() -> None:
-        _move_(master, change, rounding_bits(master.weight.numel(), step, master.places), chunk_amax)
-
-    update_where_finite(grad_factor, [master.weight, master.correction, chunk_amax], update)
-
-
-def _move_(master: SplitMaster, change: Callable[[Tensor], Tensor], bits: Tensor, chunk_amax: Tensor) -> None:
-    """Add `change` of the masters to them, rounded stochastically."""
+    """Add `change` of the masters to them, rounded stochastically with the `bits` of `rounding_bits`."""
     index = master.chunk_matrix.long()
     shape = (index.numel(), -1)
     old_scale, new_scale = master.scales[index][:, None], master.new_scales[index][:, None]

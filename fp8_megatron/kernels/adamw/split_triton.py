@@ -34,8 +34,8 @@ from .state_triton import (
 )
 from .triton import adam_change, step_factors
 
-_MANTISSA_BITS = tl.constexpr(E4M11.mantissa_bits)
-_SMALLEST_NORMAL = tl.constexpr(2.0**E4M11.smallest_exponent)
+MANTISSA_BITS = tl.constexpr(E4M11.mantissa_bits)
+SMALLEST_NORMAL = tl.constexpr(2.0**E4M11.smallest_exponent)
 _INF_BITS = tl.constexpr(0x7F800000)
 # The count of 448, and the count that represents NaN: E4M3's NaN without a correction.
 _LARGEST_COUNT = tl.constexpr(0x7E00)
@@ -44,21 +44,21 @@ _ADOPTED = 1024
 
 
 @triton.jit
-def _value_of_count(count, sign, scale):
+def value_of_count(count, sign, scale):
     """FP32 values of int32 counts and sign bits; NaN above 448's count."""
     value = ((count << 12) | sign).to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale
     return tl.where(count > _LARGEST_COUNT, float("nan"), value)
 
 
 @triton.jit
-def _join_master(code, correction, scale):
+def join_master(code, correction, scale):
     """`split_master.join_master` of E4M3 codes (uint8) and corrections (int8)."""
     code = code.to(tl.int32)
-    return _value_of_count(((code & 0x7F) << 8) + correction.to(tl.int32), (code & 0x80) << 24, scale)
+    return value_of_count(((code & 0x7F) << 8) + correction.to(tl.int32), (code & 0x80) << 24, scale)
 
 
 @triton.jit
-def _split_master(value, inverse):
+def split_master(value, inverse):
     """`split_master.split_master` of E4M11 numbers times a scale, given its reciprocal: codes (uint8), corrections
     (int8), int32 counts."""
     bits = (value * inverse).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -141,19 +141,19 @@ def _adamw_split_step(
             key, number, left, width, gap = unit_of(places, start, n, num_step, offsets, UNIT, TILE)
             bits = rounding_bits(key, number, left, width, gap, 0, offsets, GAPS)
             g = load_tile(grad, grad_scales, start, offsets, n, factor, GRAD_SCALES, True)
-            p = _join_master(tl.load(weight + start + offsets), tl.load(correction + start + offsets), old_scale)
+            p = join_master(tl.load(weight + start + offsets), tl.load(correction + start + offsets), old_scale)
             change = adam_change(
                 *(g, p, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, start, offsets, n, bits),
                 *(per_root, eps_per_step, beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay, largest_change),
                 *(DECOUPLED, True, EXP_AVG_SCALES, EXP_AVG_SQ_SCALES, EXP_AVG_MAX_BITS, EXP_AVG_SQ_MAX_BITS, True),
             )
             change -= shrink * p
-            p = round_sum_to_grid(p, change, bits, new_scale * _SMALLEST_NORMAL, _MANTISSA_BITS)
-            code, rest, count = _split_master(p, inverse)
+            p = round_sum_to_grid(p, change, bits, new_scale * SMALLEST_NORMAL, MANTISSA_BITS)
+            code, rest, count = split_master(p, inverse)
             tl.store(weight + start + offsets, code)
             tl.store(correction + start + offsets, rest)
             largest = tl.maximum(largest, tl.max(count))
-        tl.store(chunk_amax + tl.program_id(0), _value_of_count(largest, 0, new_scale))
+        tl.store(chunk_amax + tl.program_id(0), value_of_count(largest, 0, new_scale))
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...device.group import Group
 from ...errors import UserError
+from ...kernels import ops
 from ...storage import StateSpec
 from ..newton_schulz import COEFFICIENTS, Coefficients, polar_factor, steps_of
 from .rule import MatrixRule
@@ -45,12 +46,23 @@ class Muon(MatrixRule):
             if options[option] not in known:
                 raise UserError(f"{option}({options[option]}) is none of {', '.join(known)}")
 
-    def direction(
-        self, grad: Tensor, states: list[Tensor], group: Mapping[str, Any]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        momentum = float(group["momentum"])
-        buffer = torch.lerp(grad, states[0], momentum)
-        return torch.lerp(grad, buffer, momentum) if group["nesterov"] else buffer, [buffer]
+    def direct(
+        self,
+        operands: ops.FlatOperands,
+        direction: Tensor,
+        group: Mapping[str, Any],
+        *,
+        grad_factor: Tensor,
+        step: Tensor,
+    ) -> None:
+        ops.momentum_step_(
+            ops.MomentumState(operands.grad, operands.states[0], operands.places),
+            direction,
+            beta=float(group["momentum"]),
+            nesterov=bool(group["nesterov"]),
+            grad_factor=grad_factor,
+            step=step,
+        )
 
     def orthogonal(
         self,

@@ -81,14 +81,26 @@ class ElementwiseRule(UpdateRule):
 
 
 class MatrixRule(UpdateRule):
-    """A rule whose step is made of whole matrices: `direction` of each element, and of these `orthogonal`, which is
-    subtracted. Its state is `matrix_state.MatrixSpaceState`."""
+    """A rule whose step is made of whole matrices: `direct` each element, make these `orthogonal`, and subtract that
+    (`step`, `step_split`). Its state is `matrix_state.MatrixSpaceState`."""
 
     @abstractmethod
-    def direction(
-        self, grad: Tensor, states: list[Tensor], group: Mapping[str, Any]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """What matrices are made of, and the new states. All tensors are FP32 [n]."""
+    def direct(
+        self,
+        operands: ops.FlatOperands,
+        direction: Tensor,
+        group: Mapping[str, Any],
+        *,
+        grad_factor: Tensor,
+        step: Tensor,
+    ) -> None:
+        """The first half of a step: update the states, and write what matrices are made of.
+
+        Args:
+            operands: the master, the weight and the amaxes are not touched.
+            direction: BF16 [n].
+            group, grad_factor, step: as in `step`.
+        """
 
     @abstractmethod
     def orthogonal(
@@ -122,20 +134,37 @@ class MatrixRule(UpdateRule):
         scale = ops.scale_from_amax(amax + float(group["lr"]) * largest, E4M3, power_of_two=True)
         return torch.where(torch.isfinite(scale), scale, previous)
 
-    @staticmethod
-    def change(made: Tensor, param: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """What is added to the parameter, given what `orthogonal` made."""
-        return -float(group["lr"]) * (made + float(group["weight_decay"]) * param)
-
     def step(self, operands: ops.FlatOperands, group: Mapping[str, Any], *, grad_factor: Tensor, step: Tensor) -> None:
         """The second half of a step: `operands.grad` is what `orthogonal` made, and the states are done."""
-        ops.elementwise_step_(
-            operands._replace(states=()),
-            lambda made, param, states: (self.change(made, param, group), states),
-            holds_squares=(),
-            grad_factor=torch.where(torch.isfinite(grad_factor), 1.0, grad_factor),
+        ops.orthogonal_step_(
+            operands.grad.payload,
+            operands.master,
+            operands.places,
+            **_numbers(group),
+            grad_factor=grad_factor,
             step=step,
+            weight=operands.weight,
+            chunk_amax=operands.chunk_amax,
         )
+
+    def step_split(
+        self,
+        made: Tensor,
+        master: ops.SplitMaster,
+        group: Mapping[str, Any],
+        *,
+        grad_factor: Tensor,
+        step: Tensor,
+        chunk_amax: Tensor,
+    ) -> None:
+        """`step` of split masters; the caller adopts their new scales."""
+        ops.orthogonal_split_step_(
+            made, master, **_numbers(group), grad_factor=grad_factor, step=step, chunk_amax=chunk_amax
+        )
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    return {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
 
 
 def build_rule(name: str, options: Mapping[str, Any], *, is_split: bool = False) -> UpdateRule:
