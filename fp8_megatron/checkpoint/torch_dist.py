@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..sharding.region import Shape
 from .encoding import HEAD_BYTES, Encoded, decode, is_encoded
 from .files import CheckpointError, reread
-from .manifest import ChecksummedFile, FileEntry, in_order, write_file
+from .manifest import NUM_READERS, ChecksummedFile, FileEntry, in_order, write_file
 from .metadata_file import METADATA, Written, pickled, read_metadata
 from .pickles import read_tensor
 
@@ -233,8 +233,16 @@ class TorchDistReader:
         Raises:
             CheckpointError: a part was not saved, or a file is damaged.
         """
-        for planned in self.plan(key, wanted):
-            planned.place(self.load(planned.item))
+        plan = self.plan(key, wanted)
+        if len(plan) < 2:
+            for planned in plan:
+                self._place(planned)
+            return
+        with ThreadPoolExecutor(NUM_READERS) as threads:
+            list(threads.map(self._place, plan))
+
+    def _place(self, planned: PlannedRead) -> None:
+        planned.place(self.load(planned.item))
 
     def plan(self, key: str, wanted: list[Wanted]) -> list[PlannedRead]:
         """What fills every target. Each saved chunk that overlaps a target is read once. Reads nothing.

