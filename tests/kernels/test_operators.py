@@ -262,7 +262,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
                 math.inf,
                 4,
             ),
-            (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), one.clone(), 1, 0.0, 4),
+            (*records, torch.rand(3, 4), torch.rand(3), places, places + 1, torch.zeros(1), torch.zeros(1), 1, 0.0, 4),
         ],
         "count_underflow_": [
             (torch.rand(N), _fp8(1, N)[0], torch.zeros(2, dtype=torch.int64), is_sample) for is_sample in (False, True)
