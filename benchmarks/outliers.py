@@ -33,6 +33,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.provenance import device_name, write_rows
+from fp8_megatron.commands.program import exit_status
 
 #: Of a sampled step, which the watch over layers reads too.
 WATCHED = ("--fp8-health-interval", "5")
@@ -169,7 +170,7 @@ def stressed(factor: float, options: argparse.Namespace, trained: Path, flags: S
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--factors", type=float, nargs="+", default=[1e2, 1e3, 1e4, 1e5])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES][:5], help="those of Hopper")
@@ -188,7 +189,8 @@ def main() -> None:
         )
     found = [row for factor in options.factors for row in stressed(factor, options, trained, flags)]
     write_rows(options.output, "benchmarks/outliers.py", None, found, device=device_name())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import mmap
 import struct
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from fp8_megatron.commands.program import exit_status
 
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes that follow
 _MAGIC = 0xBA55ED50
@@ -77,7 +80,7 @@ def keep_arch(path: Path, arch: int) -> Counter[int]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     """Cut the library and say what it had."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("library", type=Path)
@@ -85,7 +88,8 @@ def main() -> None:
     args = parser.parse_args()
     for arch, size in sorted(keep_arch(args.library, args.arch).items()):
         print(f"sm_{arch}: {size / 1e6:.1f} MB{' kept' if arch == args.arch else ''}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

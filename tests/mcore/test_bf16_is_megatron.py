@@ -99,7 +99,7 @@ def _train_stock_model(config: Config, batches: Tensor) -> TinyRun:
     ("style", "backend"),
     [
         *((style, backend) for style in (GPT3_STYLE, LLAMA_STYLE) for backend in ("auto", "math")),
-        (replace(LLAMA_STYLE, activation_func_clamp_value=0.1), "auto"),
+        (replace(LLAMA_STYLE, activation_func_clamp_value=0.3), "auto"),
     ],
     ids=["gpt3", "gpt3-math", "llama", "llama-math", "clamped"],
 )

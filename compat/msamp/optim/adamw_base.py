@@ -98,7 +98,9 @@ class LBAdamWBase(Moments, FP8Optimizer):
         if replication is not None:
             replication.broadcast([*model.parameters(), *model.buffers()])
         names = names_of(groups)
-        FP8Optimizer.__init__(self, groups, defaults, names=names, values={}, storage=storage, ranks=replication)
+        FP8Optimizer.__init__(
+            self, groups, defaults, names=names, values={}, storage=storage, ranks=replication, rules=["adamw"]
+        )
         if model is not None and world is not None:
             allow_ddp(model, [space.buffer for space in self._spaces], replication)
         if replication is not None and storage.formats.master_weight is not None:

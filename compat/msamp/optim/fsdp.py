@@ -29,7 +29,9 @@ class FSDPAdamW(Moments, FP8Optimizer):
                 f"{type(self).__name__} takes the parameters of a model after FP8FullyShardedDataParallel(model)"
             )
         names, ranks = names_of(groups), FullyShard(storage)
-        FP8Optimizer.__init__(self, groups, defaults, names=names, values={}, storage=storage, ranks=ranks)
+        FP8Optimizer.__init__(
+            self, groups, defaults, names=names, values={}, storage=storage, ranks=ranks, rules=["adamw"]
+        )
         # FSDP2 looks at its parameters' memory again after a load.
         torch.nn.Module.load_state_dict(model, {}, strict=False)
         reduce_in_fp8(model)
