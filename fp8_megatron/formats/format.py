@@ -127,11 +127,13 @@ class Format(ABC):
     ) -> None:
         """See `Quantized.multiply_into_`; `a` has this format."""
 
-    @abstractmethod
     def multiply(
         self, a: Quantized, b: Quantized, dtype: torch.dtype, *, bias: Tensor | None, use_fast_accum: bool
     ) -> Tensor:
         """See `Quantized.multiply`; `a` has this format."""
+        out = torch.empty((a.payload.shape[0], b.payload.shape[0]), dtype=dtype, device=a.payload.device)
+        self.multiply_into_(out, a, b, bias=bias, use_fast_accum=use_fast_accum)
+        return out
 
     @abstractmethod
     def rows(self, operand: Quantized, part: slice) -> Quantized:

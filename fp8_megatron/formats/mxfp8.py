@@ -51,13 +51,6 @@ class MXFP8(Format):
     ) -> None:
         ops.mx_mm_into_(out, a.payload, b.payload, a.scale, b.scale, bias=bias, addend=addend)
 
-    def multiply(
-        self, a: Quantized, b: Quantized, dtype: torch.dtype, *, bias: Tensor | None, use_fast_accum: bool
-    ) -> Tensor:
-        out = torch.empty((a.payload.shape[0], b.payload.shape[0]), dtype=dtype, device=a.payload.device)
-        self.multiply_into_(out, a, b, bias=bias)
-        return out
-
     def rows(self, operand: Quantized, part: slice) -> Quantized:
         return Quantized(operand.payload[part], None, operand.scale[part].contiguous(), self)
 

@@ -45,13 +45,6 @@ class _NVFP4(Format):
             product = product if summand is None else product.add_(summand)
         out.copy_(product)
 
-    def multiply(
-        self, a: Quantized, b: Quantized, dtype: torch.dtype, *, bias: Tensor | None, use_fast_accum: bool
-    ) -> Tensor:
-        out = torch.empty((a.payload.shape[0], b.payload.shape[0]), dtype=dtype, device=a.payload.device)
-        self.multiply_into_(out, a, b, bias=bias)
-        return out
-
     def check_device(self, device: torch.device) -> None:
         if device.type != "cpu":
             raise UnsupportedDeviceError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import E4M3, E5M2, FP8_DTYPES, FP8_GEMM_MULTIPLE, GEMM_BLOCK, GRAD_BLOCK, GROUP_ROWS
-from ..quantize.blocks import block_scales_shape
+from ..quantize.blocks import block_scales_shape, decode_blocks, decode_tiles
 from ..quantize.blockwise import store_state_
 from ..reference import decode
 from ..registration import operator
@@ -77,7 +77,7 @@ def grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: 
     rows, has_blocks = _rows(a, scale_a), scale_a.ndim == 2
     for e, (start, stop) in enumerate(_groups(offsets)):
         if has_blocks:
-            out[start:stop] = rows[start:stop] @ _weight(b[e], scale_b[e]).t()
+            out[start:stop] = rows[start:stop] @ decode_tiles(b[e], scale_b[e]).t()
         else:
             out[start:stop] = (rows[start:stop] @ decode(b[e]).t()) * (scale_a * scale_b[e])
     return out
@@ -85,15 +85,7 @@ def grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: 
 
 def _rows(operand: Tensor, scale: Tensor) -> Tensor:
     """FP32 values of an operand with scales of blocks; of one with a scale, the values of its payload."""
-    values = decode(operand)
-    if scale.ndim == 1:
-        return values
-    return values * scale.t().repeat_interleave(GEMM_BLOCK, dim=1)[:, : operand.shape[1]]
-
-
-def _weight(matrix: Tensor, scales: Tensor) -> Tensor:
-    of_rows = scales.repeat_interleave(GEMM_BLOCK, dim=0)
-    return decode(matrix) * of_rows.repeat_interleave(GEMM_BLOCK, dim=1)[:, : matrix.shape[1]]
+    return decode(operand) if scale.ndim == 1 else decode_blocks(operand, scale)
 
 
 def _check_wgrad(out: Tensor, g_t: Tensor, x_t: Tensor, scale_g: Tensor, scale_x: Tensor, offsets: Tensor) -> None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import FP8_DTYPES, GEMM_BLOCK, GROUP_ROWS
-from ..quantize.blocks import block_scales_shape, quantize_blocks
-from ..reference import decode
+from ..quantize.blocks import block_scales_shape, decode_blocks, quantize_blocks
 from ..registration import operator
 from ..shapes import fp32, layouts
 
@@ -177,7 +176,7 @@ def gather_blocks(
     empty, no_scales = codes.new_empty(0), of_rows.new_empty(0)
     columns, scales_t = empty, no_scales
     if transposed:
-        values = decode(codes) * of_rows.t().repeat_interleave(GEMM_BLOCK, dim=1)
+        values = decode_blocks(codes, of_rows)
         settings = dict(rowwise=False, transposed=True, power_of_two=power_of_two)
         _, _, columns, scales_t, _ = quantize_blocks(values, x.dtype, **settings)
     return codes if rowwise else empty, of_rows if rowwise else no_scales, columns, scales_t

@@ -168,12 +168,17 @@ def dequantize_blocks(payload: Tensor, scales: Tensor) -> Tensor:
     Raises:
         ValueError: the scales have neither shape.
     """
-    rows, columns = payload.shape
-    if has_tile_scales(payload, scales):
-        scales = scales.repeat_interleave(GEMM_BLOCK, dim=0)[:rows]
-    else:
-        scales = scales.t()
-    return decode(payload) * scales.repeat_interleave(GEMM_BLOCK, dim=1)[:, :columns]
+    return decode_tiles(payload, scales) if has_tile_scales(payload, scales) else decode_blocks(payload, scales)
+
+
+def decode_blocks(payload: Tensor, scales: Tensor) -> Tensor:
+    """FP32 [R, K] of an operand with scales of blocks [⌈K / 128⌉, R], with any strides."""
+    return decode(payload) * scales.t().repeat_interleave(GEMM_BLOCK, dim=1)[:, : payload.shape[1]]
+
+
+def decode_tiles(payload: Tensor, scales: Tensor) -> Tensor:
+    """FP32 [R, K] of an operand with scales of tiles [⌈R / 128⌉, ≥ ⌈K / 128⌉], with any strides."""
+    return decode_blocks(payload, scales.repeat_interleave(GEMM_BLOCK, dim=0)[: payload.shape[0]].t())
 
 
 def has_tile_scales(payload: Tensor, scales: Tensor) -> bool:
