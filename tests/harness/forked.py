@@ -30,7 +30,9 @@ class Ending:
     more_bytes: int
 
 
-def run_forked(program: Callable[[], object], *, folder: Path, seconds: float, address_bytes: int) -> Ending:
+def run_forked(
+    program: Callable[[], object], *, folder: Path, seconds: float, address_bytes: int, more_seconds: float = 0.0
+) -> Ending:
     """Run a program in a fork of this process. What it has imported is there at once.
 
     Args:
@@ -38,6 +40,7 @@ def run_forked(program: Callable[[], object], *, folder: Path, seconds: float, a
         folder: its working directory.
         seconds: it is killed after this time.
         address_bytes: address space that it may take beyond this process's.
+        more_seconds: it is not killed then, but asked to end (SIGTERM), and killed after this time more.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         sys.stdout.flush()
@@ -48,10 +51,14 @@ def run_forked(program: Callable[[], object], *, folder: Path, seconds: float, a
         if pid == 0:
             gc.disable()
             _be_child(program, folder, output.fileno(), errors.fileno(), address_bytes)
-        deadline, ended = time.monotonic() + seconds, 0
-        while not ended and time.monotonic() < deadline:
-            ended, status, usage = os.wait4(pid, os.WNOHANG)
-            time.sleep(0.002)
+        ended = 0
+        for limit in filter(None, (seconds, more_seconds)):
+            deadline = time.monotonic() + limit
+            while not ended and time.monotonic() < deadline:
+                ended, status, usage = os.wait4(pid, os.WNOHANG)
+                time.sleep(0.002)
+            if not ended and more_seconds:
+                os.kill(pid, signal.SIGTERM)
         if not ended:
             os.kill(pid, signal.SIGKILL)
             _, status, usage = os.wait4(pid, 0)
