@@ -11,7 +11,6 @@ otherwise by as much as FP8's rounding; a few times that in the second step, whi
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fp8_megatron.checkpoint.run_state import Progress
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import StorageDtype
+from tests.harness.pairs import EVERY_PAIR
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank, tiny_resumable, train_steps
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config, tiny_optimizer
@@ -266,7 +266,7 @@ def targets_of(model: str, source: str, level: str) -> list[tuple[str, str]]:
     over all sources each layout and level meets each other. With EVERY_PAIR=1 in the environment, all of them."""
     others = [layout for layout in MATRIX if layout != source]
     beside = ["one", "pp2_vpp2", "dp4"]
-    if os.environ.get("EVERY_PAIR") == "1":
+    if EVERY_PAIR:
         levels = list(LEVELS) if model == "gpt3" else [level]
         pairs = [(layout, other) for layout in MATRIX for other in levels if (layout, other) != (source, level)]
         return [*pairs, *((layout, level) for layout in beside)]
@@ -281,6 +281,6 @@ def targets_of(model: str, source: str, level: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("source", MATRIX)
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "gpt_oss"])  # biases are not cut over ranks
 def test_matrix_of_layouts_and_levels(ranks: RankPool, tmp_path: Path, model: str, source: str, level: str) -> None:
-    if model == "llama" and MATRIX.index(source) != list(LEVELS).index(level) and os.environ.get("EVERY_PAIR") != "1":
+    if model != "gpt3" and MATRIX.index(source) != list(LEVELS).index(level) and not EVERY_PAIR:
         pytest.skip("one level a layout of this model, but with EVERY_PAIR=1")
     check(ranks, tmp_path, model, (source, level), targets_of(model, source, level))
