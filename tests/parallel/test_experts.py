@@ -6,6 +6,7 @@ go to the other one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -86,21 +87,31 @@ PRECISIONS = {
 BATCHES = random_batches(1, 4).expand(4, -1, -1, -1)
 
 
-def trained(
-    ranks: RankPool, model: str, precision: str, layout: tuple[int, ParallelConfig], **training: object
-) -> TinyRun:
-    num_ranks, parallel = layout
-    run_: TinyRun = run(
-        ranks,
-        MODELS[model],
-        PRECISIONS[precision],
-        {1: "one", 2: "dp2", 4: "tp2_sp_pp2"}[num_ranks],
-        random_batches(1, 4, seq_length=128).expand(4, -1, -1, -1) if model == "blocks" else BATCHES,
-        parallel=parallel,
-        optimizer=tiny_optimizer(lr=5e-4),
-        **training,
-    )
-    return run_
+Trained = Callable[..., TinyRun]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool) -> Trained:
+    """The run of a model and a precision in a layout, a name of `LAYOUTS` or "one"; each is trained once."""
+    known: dict[tuple[object, ...], TinyRun] = {}
+
+    def train(model: str, precision: str, layout: str, **training: object) -> TinyRun:
+        key = (model, precision, layout, *training.items())
+        if key not in known:
+            num_ranks, parallel = LAYOUTS.get(layout, (1, ParallelConfig()))
+            known[key] = run(
+                ranks,
+                MODELS[model],
+                PRECISIONS[precision],
+                {1: "one", 2: "dp2", 4: "tp2_sp_pp2"}[num_ranks],
+                random_batches(1, 4, seq_length=128).expand(4, -1, -1, -1) if model == "blocks" else BATCHES,
+                parallel=parallel,
+                optimizer=tiny_optimizer(lr=5e-4),
+                **training,
+            )
+        return known[key]
+
+    return train
 
 
 #: Half of every size and of a micro-batch is a whole number of blocks.
@@ -144,9 +155,9 @@ USUAL = {
         if case[0] != "gpt_oss" or layout not in NOT_WITH_BIASES
     ],
 )
-def test_a_layout_trains_as_one_rank(ranks: RankPool, model: str, precision: str, layout: str) -> None:
-    single = trained(ranks, model, precision, (1, ParallelConfig()))
-    shared = trained(ranks, model, precision, LAYOUTS[layout])
+def test_a_layout_trains_as_one_rank(trained: Trained, model: str, precision: str, layout: str) -> None:
+    single = trained(model, precision, "one")
+    shared = trained(model, precision, layout)
     is_16_bit = precision == "bf16"
     first, later = (1e-3, 5e-3) if is_16_bit else (3e-3, 1.5e-2)
     assert single.losses[-1] < single.losses[0] - 0.1
@@ -169,11 +180,10 @@ def test_a_layout_trains_as_one_rank(ranks: RankPool, model: str, precision: str
     ],
 )
 def test_tokens_sent_to_their_experts_alone_train_bit_for_bit(
-    ranks: RankPool, model: str, precision: str, name: str
+    trained: Trained, model: str, precision: str, name: str
 ) -> None:
     """A token has two experts, so two summands at most."""
-    expected = trained(ranks, model, precision, LAYOUTS[name])
-    assert_same_bits(trained(ranks, model, precision, LAYOUTS[SENDING[name]]), expected)
+    assert_same_bits(trained(model, precision, SENDING[name]), trained(model, precision, name))
 
 
 @pytest.mark.parametrize("layout", ["ep2", pytest.param("tp2_experts_of_ranks", marks=pytest.mark.slow)])
@@ -208,20 +218,18 @@ RECOMPUTED = [
 
 @pytest.mark.parametrize(("model", "precision", "layout", "modules"), RECOMPUTED)
 def test_recomputed_experts_train_bit_for_bit(
-    ranks: RankPool, model: str, precision: str, layout: str, modules: tuple[str, ...]
+    trained: Trained, model: str, precision: str, layout: str, modules: tuple[str, ...]
 ) -> None:
-    where = LAYOUTS.get(layout, (1, ParallelConfig()))
-    expected = trained(ranks, model, precision, where)
-    again = trained(ranks, model, precision, where, recompute_granularity="selective", recompute_modules=modules)
-    assert_same_bits(again, expected)
+    again = trained(model, precision, layout, recompute_granularity="selective", recompute_modules=modules)
+    assert_same_bits(again, trained(model, precision, layout))
 
 
 @pytest.mark.parametrize(("precision", "layout"), [("bf16", "ep2"), ("O3", "ep2_alltoall"), ("O3", "tp2")])
-def test_ranks_that_drop_tokens_train(ranks: RankPool, precision: str, layout: str) -> None:
+def test_ranks_that_drop_tokens_train(trained: Trained, precision: str, layout: str) -> None:
     """Under tensor parallelism each rank drops of its own part, so other tokens."""
-    single = trained(ranks, "dropping", precision, (1, ParallelConfig()))
-    shared = trained(ranks, "dropping", precision, LAYOUTS[layout])
-    assert single.losses != trained(ranks, "softmax", precision, (1, ParallelConfig())).losses
+    single = trained("dropping", precision, "one")
+    shared = trained("dropping", precision, layout)
+    assert single.losses != trained("softmax", precision, "one").losses
     assert single.losses[-1] < single.losses[0] - 0.1
     assert shared.losses == pytest.approx(single.losses, abs=5e-3 if precision == "bf16" else 1.5e-2)
 
