@@ -196,6 +196,7 @@ def muon(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 _IN_LOOPS = [*((recipe, "adamw") for recipe in RECIPES), *(("tensorwise", rule) for rule in RULES if rule != "adamw")]
 #: Sizes that a block of 128 × 128 takes.
 _WIDE = {
+    "num_hidden_layers": 2,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_attention_heads": 4,
