@@ -7,13 +7,15 @@ in flat buffers, the last parameter first, each starting at a multiple of 64 ele
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from ..models.keys import LAYERS, OUTPUT_LAYER, key_and_layer
+from ..models.keys import EXPERTS, LAYERS, OUTPUT_LAYER, holds_experts, key_and_layer
 from ..models.registry import shared_axis
 from .files import CheckpointError
 
@@ -23,7 +25,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Name:
-    """A parameter of the whole model: its checkpoint key, and its layer if it is in one."""
+    """A parameter of the whole model: its checkpoint key, and its layer if it is in one, of those that have the key."""
 
     key: str
     layer: int | None
@@ -38,9 +40,51 @@ class Name:
         return self.key if self.layer is None else f"{self.key}, layer {self.layer}"
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A parameter of a rank: its part of one of the whole model, or of one of the rank's experts.
+
+    Attributes:
+        expert: counted over the rank's; None: it is of no expert.
+    """
+
+    name: Name
+    expert: int | None = None
+
+
+class ExpertOrder(Enum):
+    """How the experts of a rank follow each other in a layer."""
+
+    #: `SequentialMLP`: each expert's parameters together.
+    SEQUENTIAL = "sequential"
+    #: `TEGroupedMLP`: all experts' first linear layer, then all experts' second one.
+    GROUPED = "grouped"
+    #: `GroupedMLP`: as GROUPED, but a projection's experts are one parameter, each transposed.
+    JOINED = "joined"
+
+    def pieces(self, names: Sequence[Name], num_experts: int) -> Iterator[Piece]:
+        """The parameters of a layer's experts, in the order of the modules.
+
+        Args:
+            names: of the layer, in the order of one expert's modules.
+        """
+        if self is ExpertOrder.SEQUENTIAL:
+            yield from (Piece(name, expert) for expert in range(num_experts) for name in names)
+            return
+        # A buffer is filled from its end, one parameter from its beginning.
+        experts = range(num_experts)[:: -1 if self is ExpertOrder.JOINED else 1]
+        for layer in ("linear_fc1.", "linear_fc2."):
+            yield from (Piece(name, expert) for expert in experts for name in names if layer in name.key)
+
+
+def axis_of_ranks(key: str) -> int | None:
+    """The axis of one layer's tensor, or of one expert's, that Megatron's tensor-parallel ranks share; None: none."""
+    return shared_axis(key.replace(EXPERTS, LAYERS + "mlp."))
+
+
 def local_shape(key: str, shape: Sequence[int], tensor_size: int) -> tuple[int, ...]:
-    """A rank's part of a parameter whose whole shape, without the layer axis, is `shape`."""
-    axis = shared_axis(key)
+    """A rank's part of a parameter whose whole shape, without the axes of layers and experts, is `shape`."""
+    axis = axis_of_ranks(key)
     return tuple(size // tensor_size if index == axis else size for index, size in enumerate(shape))
 
 
@@ -48,11 +92,11 @@ def merged(key: str, parts: Sequence[Tensor], *, is_gated: bool) -> Tensor:
     """One parameter from the parts of all tensor-parallel ranks.
 
     Args:
-        key: megatron-core's name, which says the axis that ranks share (`shared_axis`).
+        key: megatron-core's name, which says the axis that ranks share (`axis_of_ranks`).
         parts: by rank, of equal shapes; any dtype.
         is_gated: whether the MLP is. Each rank then has a part of either half of fc1.
     """
-    axis = shared_axis(key)
+    axis = axis_of_ranks(key)
     if axis is None or len(parts) == 1:
         return parts[0]
     pieces = [part.chunk(2 if is_gated and "linear_fc1" in key else 1, axis) for part in parts]
@@ -61,7 +105,7 @@ def merged(key: str, parts: Sequence[Tensor], *, is_gated: bool) -> Tensor:
 
 def part_of(key: str, whole: Tensor, rank: int, size: int, *, is_gated: bool) -> Tensor:
     """The part of one of `size` tensor-parallel ranks, a view where the shape allows; undoes `merged`."""
-    axis = shared_axis(key)
+    axis = axis_of_ranks(key)
     if axis is None or size == 1:
         return whole
     if is_gated and "linear_fc1" in key:
@@ -70,29 +114,46 @@ def part_of(key: str, whole: Tensor, rank: int, size: int, *, is_gated: bool) ->
     return whole.chunk(size, axis)[rank]
 
 
-def chunk_names(
-    keys: Sequence[str], layers: range, order: Sequence[str], *, is_first: bool, is_last: bool, ties: bool
-) -> list[Name]:
-    """The parameters of one model chunk in the order of its modules.
+@dataclass(frozen=True)
+class ChunkOrder:
+    """The order of a rank's modules.
 
-    Args:
-        keys: all keys of the model.
-        layers: of the chunk.
-        order: one of `Architecture.layer_orders`.
-        is_first, is_last: whether the chunk has the embedding and the head.
-        ties: the head is the embedding.
+    Attributes:
+        layer: one of `Architecture.layer_orders`.
+        experts: of a rank in a layer.
+        num_experts: of a rank.
     """
-    names = [Name(key, None) for key in keys if is_first and key.startswith("embedding.")]
-    names.sort(key=lambda name: "position" in name.key)
-    for layer in layers:
-        names += [Name(LAYERS + end, layer) for end in order if LAYERS + end in keys]
-    if is_last:
-        names += [Name(key, None) for key in sorted(keys, reverse=True) if key.startswith("decoder.final_layernorm.")]
-        if not ties:
-            names += [Name(OUTPUT_LAYER, None)]
-        elif not is_first:
-            names += [Name(OUTPUT_LAYER, None)]  # the last stage's copy of the embedding
-    return names
+
+    layer: Sequence[str]
+    experts: ExpertOrder
+    num_experts: int
+
+    def pieces(
+        self, keys: Mapping[str, Sequence[int]], layers: range, *, is_first: bool, is_last: bool, ties: bool
+    ) -> list[Piece]:
+        """The parameters of one model chunk in the order of its modules.
+
+        Args:
+            keys: all keys of the model, each with the layers that have it.
+            layers: of the chunk.
+            is_first, is_last: whether the chunk has the embedding and the head.
+            ties: the head is the embedding.
+        """
+        names = [Name(key, None) for key in keys if is_first and key.startswith("embedding.")]
+        names.sort(key=lambda name: "position" in name.key)
+        found = [Piece(name) for name in names]
+        for layer in layers:
+            own = [key for key in (LAYERS + end for end in self.layer) if layer in keys.get(key, ())]
+            of_layer = [Name(key, keys[key].index(layer)) for key in own]
+            for is_expert, group in groupby(of_layer, lambda name: holds_experts(name.key)):
+                here = [*group]
+                found += self.experts.pieces(here, self.num_experts) if is_expert else map(Piece, here)
+        if is_last:
+            norm = sorted((key for key in keys if key.startswith("decoder.final_layernorm.")), reverse=True)
+            found += [Piece(Name(key, None)) for key in norm]
+            if not (ties and is_first):  # with `ties` it is the last stage's copy of the embedding
+                found.append(Piece(Name(OUTPUT_LAYER, None)))
+        return found
 
 
 def places_in_buckets(numels: Sequence[int], bucket_numels: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -190,7 +190,8 @@ class Architecture(Protocol):
 
     @property
     def layer_orders(self) -> Sequence[Sequence[str]]:
-        """The orders in which Megatron's optimizer may lay out a layer's parameters, by the ends of their keys."""
+        """The orders in which Megatron's optimizer may lay out a layer's parameters, by the ends of their keys. Those
+        of experts follow each other: their own order is `checkpoint.megatron_layout.ExpertOrder`."""
 
     @property
     def linear_weights(self) -> Collection[str]:

@@ -19,11 +19,15 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from fp8_megatron.checkpoint.files import CheckpointError, candidates, megatron_iterations
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
+from fp8_megatron.checkpoint.megatron_layout import Name
+from fp8_megatron.checkpoint.megatron_torch_dist import TorchDist
 from fp8_megatron.checkpoint.saved_settings import settings_of_checkpoint
+from fp8_megatron.checkpoint.weights import places
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import CheckpointConfig, Config, ParallelConfig
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.models.registry import weight_shapes
 from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.run_start import _keep_megatron_checkpoints, check_what_is_loaded
 from tests.harness.megatron_run import AFTER, BEFORE, arguments_of, config_of, megatron_run
@@ -86,17 +90,26 @@ def test_a_run_with_experts_goes_on(ranks: RankPool, tmp_path_factory: pytest.Te
     """The second's layers differ, so that megatron-core saves them one by one."""
     run, config = megatron_run(style, tmp_path_factory), config_of(style)
     theirs = json.loads((run / "losses.json").read_text())
-    for parallel in (ParallelConfig(), ParallelConfig(expert_model_parallel_size=2)):
-        size = parallel.expert_model_parallel_size
-        found = resumed(ranks, run / "fully_reshardable", replace(config, parallel=parallel), num_ranks=size)
+    for size, saved_as in ((1, "dp_reshardable"), (2, "fully_reshardable")):
+        parallel = ParallelConfig(expert_model_parallel_size=size)
+        found = resumed(ranks, run / saved_as, replace(config, parallel=parallel), num_ranks=size)
         assert_same_state(found, expected_of(run))
         assert found.losses == pytest.approx(theirs, abs=LOSS_TOLERANCE)
-    with pytest.raises(RankError, match="the optimizer's buffers of experts; save it again with"):
-        resumed(ranks, run / "dp_reshardable", config)
-    lean = resumed(ranks, run / "dp_reshardable", config, num_steps=1, options=LoadOptions(optimizer=False))
-    assert lean.progress.iteration == BEFORE
     with pytest.raises(RankError, match="holds experts in the format torch; save it again with"):
         resumed(ranks, run / "torch", config)
+
+
+def test_flat_buffers_of_two_ranks_hold_what_keys_of_parameters_do(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The ranks share experts, which have an optimizer of their own, and are replicas of the rest."""
+    run = megatron_run("experts-of-2-ranks", tmp_path_factory)
+    flat, by_key = (TorchDist(run / kind / f"iter_{BEFORE:07d}") for kind in ("dp_reshardable", "fully_reshardable"))
+    flat.check_moments()
+    weights = weight_shapes(config_of(run.name).model, VOCAB_SIZE)
+    names = {Name(key, layer) for key, layer, _ in places(weights) if not key.endswith("expert_bias")}
+    assert len(names) == 18
+    for kind in KINDS:
+        for name in names:
+            assert torch.equal(flat.read(kind, name), by_key.read(kind, name)), (kind, name)
 
 
 def test_a_run_of_muon_goes_on(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,22 @@ MODULES = (
     "mlp.linear_fc1.layer_norm_",
     "mlp.linear_fc1.",
     "mlp.linear_fc2.",
+    "mlp.router.",
+    "mlp.experts.linear_fc1.",
+    "mlp.experts.linear_fc2.",
+    "mlp.shared_experts.gate_",
+    "mlp.shared_experts.linear_fc1.",
+    "mlp.shared_experts.linear_fc2.",
+)
+#: Layer 0 is dense.
+EXPERTS = replace(
+    LLAMA_STYLE,
+    num_layers=4,
+    num_experts=4,
+    moe_ffn_hidden_size=32,
+    moe_layer_freq="[0,1,1,1]",
+    moe_shared_expert_intermediate_size=64,
+    moe_shared_expert_gate=True,
 )
 State = dict[tuple[str, str, int | None], Tensor]
 
@@ -48,14 +65,28 @@ def state_of(model: ModelConfig) -> State:
     }
 
 
-def chunk_params(state: State, layers: range, *, is_first: bool, is_last: bool) -> Iterator[tuple[str, int | None]]:
+def row_of(model: ModelConfig, key: str, layer: int) -> int | None:
+    """The layer, counted over those that have the key; None: it has not."""
+    if "experts." in key or "router" in key:
+        layers = list(model.expert_layers)
+    elif "mlp" in key and "norm" not in key:
+        layers = [each for each in range(model.num_layers) if each not in model.expert_layers]
+    else:
+        layers = list(range(model.num_layers))
+    return layers.index(layer) if layer in layers else None
+
+
+def chunk_params(
+    model: ModelConfig, state: State, layers: range, *, is_first: bool, is_last: bool
+) -> Iterator[tuple[str, int | None]]:
     """The parameters of a model chunk, in the order of its modules."""
     known = {(key, layer) for _, key, layer in state}
     embedding = [(f"embedding.{name}_embeddings.weight", None) for name in ("word", "position")]
     yield from (each for each in embedding if is_first and each in known)
     for layer in layers:
         ends = [f"{module}{part}" for module in MODULES for part in ("weight", "bias")]
-        yield from (each for end in ends if (each := (f"decoder.layers.{end}", layer)) in known)
+        keys = [f"decoder.layers.{end}" for end in ends]
+        yield from (each for key in keys if (each := (key, row_of(model, key, layer))) in known)
     if is_last:
         norm = [(f"decoder.final_layernorm.{part}", None) for part in ("weight", "bias")]
         yield from (each for each in norm if each in known)
@@ -67,11 +98,34 @@ def chunk_params(state: State, layers: range, *, is_first: bool, is_last: bool) 
 
 def part_of_rank(key: str, value: Tensor, rank: int, size: int, *, is_gated: bool) -> Tensor:
     """A tensor-parallel rank's part, as Megatron's layers cut it."""
-    if "norm" in key or "position" in key or key.endswith(("linear_proj.bias", "linear_fc2.bias")):
+    if (
+        "norm" in key
+        or "position" in key
+        or "router" in key
+        or "gate_" in key
+        or key.endswith(("linear_proj.bias", "linear_fc2.bias"))
+    ):
         return value
     if is_gated and "linear_fc1" in key:
         return torch.cat([half.chunk(size)[rank] for half in value.chunk(2)])
     return value.chunk(size, 1 if key.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0)[rank]
+
+
+def expert_parts(fc1: Tensor, fc2: Tensor, rank: int, form: str, tensor_rank: int, tensor_size: int) -> list[Tensor]:
+    """The parameters of a rank's two experts of four, from weights [E, N, K] of gated experts."""
+    cut = [
+        (
+            part_of_rank("linear_fc1.weight", fc1[expert], tensor_rank, tensor_size, is_gated=True),
+            part_of_rank("linear_fc2.weight", fc2[expert], tensor_rank, tensor_size, is_gated=True),
+        )
+        for expert in (2 * rank, 2 * rank + 1)
+    ]
+    if form == "SequentialMLP":
+        return [part for expert in cut for part in expert]
+    if form == "TEGroupedMLP":
+        return [expert[projection] for projection in (0, 1) for expert in cut]
+    # GroupedMLP: inputs before outputs
+    return [torch.cat([expert[projection].t().reshape(-1) for expert in cut]) for projection in (0, 1)]
 
 
 def flat(parts: list[Tensor]) -> Tensor:
@@ -83,8 +137,10 @@ def flat(parts: list[Tensor]) -> Tensor:
     return torch.cat(pieces)
 
 
-def save(folder: Path, model: ModelConfig, chunks: list[list[range]], tensor_size: int, **arguments: Any) -> State:
-    """Write the checkpoint; `chunks` has the layers by stage and virtual stage."""
+def save(
+    folder: Path, model: ModelConfig, chunks: list[list[range]], tensor_size: int, form: str = "", **arguments: Any
+) -> State:
+    """Write the checkpoint; `chunks` has layers by stage and virtual stage, `form` is megatron-core's of experts."""
     state, shapes = state_of(model), weight_shapes(model, 256)
     tensors = {}
     for key, shape in shapes.items():
@@ -94,16 +150,20 @@ def save(folder: Path, model: ModelConfig, chunks: list[list[range]], tensor_siz
     for stage, own in enumerate(chunks):
         for index, layers in enumerate(own):
             is_last = stage == len(chunks) - 1 and index == len(own) - 1
-            params = list(chunk_params(state, layers, is_first=stage == index == 0, is_last=is_last))
+            params = list(chunk_params(model, state, layers, is_first=stage == index == 0, is_last=is_last))
             for rank in range(tensor_size):
-                prefix = f"optimizer.distributed.dp_group_idx_{stage * tensor_size + rank}.gbuf_idx_{index}."
+                prefix = "chained_0." if model.num_experts else ""
+                prefix += f"optimizer.distributed.dp_group_idx_{stage * tensor_size + rank}.gbuf_idx_{index}."
                 prefix += "dtype_(torch.bfloat16, torch.float32).bucket_idx_0."
                 for kind, stored in KINDS.items():
                     parts = [
                         part_of_rank(key, state[kind, key, layer], rank, tensor_size, is_gated=model.is_gated)
                         for key, layer in params
+                        if ".mlp.experts." not in key
                     ]
                     tensors[prefix + stored] = flat(parts)
+        if model.num_experts:
+            tensors |= expert_buffers(model, state, stage, own, tensor_size, form)
     folder.mkdir()
     written, _ = write_chunks(folder, 0, [Chunk(key, (*t.shape,), (0,) * t.dim(), t) for key, t in tensors.items()])
     write_metadata(folder, written, common={}, checkpoint_id="0")
@@ -111,6 +171,27 @@ def save(folder: Path, model: ModelConfig, chunks: list[list[range]], tensor_siz
     content = {"args": argparse.Namespace(**described, bf16=True, **arguments), "iteration": 3, "optimizer": {}}
     torch.save(content, folder / "common.pt")
     return state
+
+
+def expert_buffers(
+    model: ModelConfig, state: State, stage: int, own: list[range], tensor_size: int, form: str
+) -> dict[str, Tensor]:
+    """Of the optimizer of two expert-parallel ranks, which has none for chunks without experts."""
+    chunks = [rows for layers in own if (rows := [each for each in layers if each in model.expert_layers])]
+    tensors = {}
+    for index, rank, tensor_rank in product(range(len(chunks)), range(2), range(tensor_size)):
+        prefix = f"chained_1.optimizer.distributed.dp_group_idx_{(stage * 2 + rank) * tensor_size + tensor_rank}."
+        prefix += f"gbuf_idx_{index}.dtype_(torch.bfloat16, torch.float32).bucket_idx_0."
+        for kind, stored in KINDS.items():
+            parts: list[Tensor] = []
+            for layer in chunks[index]:
+                fc1, fc2 = (
+                    state[kind, f"decoder.layers.mlp.experts.linear_{each}.weight", model.expert_layers.index(layer)]
+                    for each in ("fc1", "fc2")
+                )
+                parts += expert_parts(fc1, fc2, rank, form, tensor_rank, tensor_size)
+            tensors[prefix + stored] = flat(parts)
+    return tensors
 
 
 def ranges(*stages: list[int]) -> list[list[range]]:
@@ -143,6 +224,24 @@ def test_masters_and_moments_are_found(
     state = save(tmp_path / "saved", model, chunks, tensor_size, **arguments)
     saved = TorchDist(tmp_path / "saved")
     assert saved.has_moments
+    saved.check_moments()
+    for (kind, key, layer), value in state.items():
+        assert torch.equal(saved.read(kind, Name(key, layer)), value), (kind, key, layer)
+
+
+@pytest.mark.parametrize("form", ["SequentialMLP", "TEGroupedMLP", "GroupedMLP"])
+@pytest.mark.parametrize(("tensor_size", "chunks"), [(1, ranges([1, 1], [1, 1])), (2, ranges([1], [3]))])
+def test_experts_have_buffers_of_their_own(
+    tmp_path: Path, form: str, tensor_size: int, chunks: list[list[range]]
+) -> None:
+    """Of two expert-parallel ranks, with and without expert tensor parallelism. A stage or a chunk has none."""
+    sizes = {
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": tensor_size,
+        FIRST: sum(map(len, chunks[0])),
+    }
+    state = save(tmp_path / "saved", EXPERTS, chunks, tensor_size, form=form, **sizes)
+    saved = TorchDist(tmp_path / "saved")
     saved.check_moments()
     for (kind, key, layer), value in state.items():
         assert torch.equal(saved.read(kind, Name(key, layer)), value), (kind, key, layer)

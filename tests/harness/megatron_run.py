@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 
 from fp8_megatron.config.precision import PrecisionConfig
-from fp8_megatron.config.schema import Config, OptimizerConfig
+from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.mcore.transformer_config import transformer_config
@@ -56,6 +56,7 @@ STYLES = {
     "llama": LLAMA_STYLE,
     "experts": EXPERTS,
     "some_experts": replace(EXPERTS, moe_layer_freq="[0,1]", moe_shared_expert_intermediate_size=None),
+    "experts-of-2-ranks": replace(EXPERTS, moe_layer_freq="[0,1]"),
     "gpt3-muon": GPT3_STYLE,
     "llama-muon": LLAMA_STYLE,
 }
@@ -77,7 +78,15 @@ MUON = replace(
 def config_of(style: str) -> Config:
     """The configuration of ours that goes on with the run."""
     optimizer = MUON if style.endswith("-muon") else OPTIMIZER
-    return tiny_config(STYLES[style], precision=PrecisionConfig(precision="bf16"), optimizer=optimizer)
+    parallel = ParallelConfig(expert_model_parallel_size=num_ranks_of(style))
+    return tiny_config(
+        STYLES[style], parallel=parallel, precision=PrecisionConfig(precision="bf16"), optimizer=optimizer
+    )
+
+
+def num_ranks_of(style: str) -> int:
+    """Ranks of the run, which share the experts."""
+    return 2 if style.endswith("-ranks") else 1
 
 
 def arguments_of(config: Config) -> argparse.Namespace:
@@ -92,6 +101,8 @@ def arguments_of(config: Config) -> argparse.Namespace:
         padded_vocab_size=VOCAB_SIZE,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
+        expert_model_parallel_size=config.parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
         consumed_train_samples=BEFORE * MICRO_BATCHES * 2,
         consumed_valid_samples=40,
         bf16=True,
@@ -117,7 +128,9 @@ def _run(style: str, folder: Path) -> Path:
     root = Path(__file__).parents[2]
     off = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}  # megatron-core compiles parts of its router
     environment = {**os.environ, **off, "PYTHONPATH": str(root)}
-    words = [sys.executable, "-W", "ignore", "-m", "tests.harness.megatron_run", style, str(folder)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks_of(style)}"]
+    words = [sys.executable, "-W", "ignore", *(launcher if num_ranks_of(style) > 1 else [])]
+    words += ["-m", "tests.harness.megatron_run", style, str(folder)]
     subprocess.run(words, check=True, cwd=root, env=environment, capture_output=True, timeout=280)
     return folder
 
@@ -139,8 +152,10 @@ def main(style: str, folder: str) -> None:
             position_embedding_type=config.model.position_embedding_type,
         ).bfloat16()
         generator = torch.Generator().manual_seed(0)
+        of_rank = torch.Generator().manual_seed(torch.distributed.get_rank() + 1)
         for name, param in module.named_parameters():
-            noise = 0.02 * torch.randn(param.shape, generator=generator)
+            is_expert = ".local_experts." in name
+            noise = 0.02 * torch.randn(param.shape, generator=of_rank if is_expert else generator)
             param.data = (noise + ("norm" in name and name.endswith("weight"))).bfloat16()
         for name, buffer in module.named_buffers():
             if name.endswith("expert_bias"):
@@ -174,7 +189,8 @@ def main(style: str, folder: str) -> None:
             _train_step(model, optimizer, config, step)
         _save(root, module, optimizer, config)
         losses = [_train_step(model, optimizer, config, step) for step in range(BEFORE, BEFORE + AFTER)]
-        (root / "losses.json").write_text(json.dumps(losses))
+        if torch.distributed.get_world_size() == 1:
+            (root / "losses.json").write_text(json.dumps(losses))
 
 
 def _chained(model: DistributedDataParallel, options: MegatronOptimizerConfig) -> ChainedOptimizer:
@@ -243,7 +259,8 @@ def _train_step(model: DistributedDataParallel, optimizer: object, config: Confi
     total = 0.0
     length = config.model.seq_length
     mask = torch.ones(1, 1, length, length).triu(1).bool()
-    for tokens in random_batches(1, MICRO_BATCHES, seed=step)[0]:
+    num_ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    for tokens in random_batches(1, MICRO_BATCHES, seed=step * num_ranks + rank)[0]:
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         positions = torch.arange(length).expand_as(inputs)
         loss = model(inputs, positions, mask, labels=labels).float().mean()
@@ -265,15 +282,6 @@ def _save(root: Path, module: GPTModel, optimizer: object, config: Config) -> No
     if config.optimizer is MUON:
         _save_chained(root, module, optimizer, common)
         return
-    (distributed,) = optimizer.chained_optimizers
-    states = {}
-    for name, param in module.named_parameters():
-        found = distributed._get_main_param_and_optimizer_states(param)
-        for kind, key in (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-            states[f"{kind}/{name}"] = found[key].detach().clone().view(param.shape)
-        states[f"weight/{name}"] = param.detach().clone()
-    root.mkdir(parents=True, exist_ok=True)
-    save_file(_with_experts_joined(states), root / "states.safetensors")
     for kind in ("dp_reshardable", "fully_reshardable"):
         model_state = module.sharded_state_dict()
         optimizer_state = optimizer.sharded_state_dict(
@@ -281,6 +289,20 @@ def _save(root: Path, module: GPTModel, optimizer: object, config: Config) -> No
         )
         folder = _new(root / kind)
         dist_checkpointing.save({**common, "model": model_state, "optimizer": optimizer_state}, str(folder))
+    if torch.distributed.get_world_size() == 1:
+        _save_for_one_rank(root, module, optimizer, common)
+
+
+def _save_for_one_rank(root: Path, module: GPTModel, optimizer: ChainedOptimizer, common: dict[str, object]) -> None:
+    """What a rank of several has parts of: the state by name, and the format torch."""
+    (distributed,) = optimizer.chained_optimizers
+    states = {}
+    for name, param in module.named_parameters():
+        found = distributed._get_main_param_and_optimizer_states(param)
+        for kind, key in (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            states[f"{kind}/{name}"] = found[key].detach().clone().view(param.shape)
+        states[f"weight/{name}"] = param.detach().clone()
+    save_file(_with_experts_joined(states), root / "states.safetensors")
     folder = _new(root / "torch") / "mp_rank_00"
     folder.mkdir()
     rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}
@@ -301,8 +323,10 @@ def _with_experts_joined(states: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 def _new(root: Path) -> Path:
     folder = root / f"iter_{BEFORE:07d}"
-    folder.mkdir(parents=True)
-    (root / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True)
+        (root / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
+    torch.distributed.barrier()
     return folder
 
 

@@ -30,8 +30,20 @@ linear_weights = (
 shared_axes: Mapping[str, int] = MappingProxyType(
     {**decoder.shared_axes, SHARED_FC1 + "weight": 0, SHARED_FC1 + "bias": 0, SHARED_FC2 + "weight": 1}
 )
-#: Megatron's optimizer lays out no layer with experts that this project reads.
-layer_orders: tuple[tuple[str, ...], ...] = ()
+#: What megatron-core's layer with experts has in the place of a dense one's MLP, in the order of its modules.
+_MIXTURE = tuple(
+    (prefix + name).removeprefix(LAYERS)
+    for prefix, names in (
+        (ROUTER, ("weight", "bias")),
+        (EXPERTS_FC1, ("weight", "bias")),
+        (EXPERTS_FC2, ("weight", "bias")),
+        (SHARED_GATE, ("",)),
+        (SHARED_FC1, ("weight", "bias")),
+        (SHARED_FC2, ("weight", "bias")),
+    )
+    for name in names
+)
+layer_orders = tuple((*order, *_MIXTURE) for order in decoder.layer_orders)
 
 
 def parameters(model: ModelConfig, padded_vocab_size: int) -> list[Parameter]:
