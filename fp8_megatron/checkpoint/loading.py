@@ -32,6 +32,7 @@ from .run_state import (
     set_rng_states,
 )
 from .same_model import unread_tensor
+from .saved_blocks import SavedBlocks
 from .saved_run import Elements, SavedRun, differing_setting, saved_settings
 from .upcycling import load_upcycled
 
@@ -158,9 +159,10 @@ def _state_to_read(state: Resumable, kinds: tuple[str, ...]) -> Iterator[_StateT
                 yield _StateToRead(space, slot, None, Elements(placement, kind, 0, slot.numel))
                 continue
             for fragment in space.space.fragments(slot):
-                yield _StateToRead(
-                    space, slot, fragment, Elements(placement, kind, fragment.slot_start, fragment.length)
-                )
+                start, length = fragment.slot_start, fragment.length
+                is_scaled = space.part(kind, slot, fragment).scales is not None
+                blocks = SavedBlocks(length, min(length, slot.numel - start)) if is_scaled else None
+                yield _StateToRead(space, slot, fragment, Elements(placement, kind, start, length, blocks))
 
 
 def _take(wanted: _StateToRead, value: Tensor, saved: SavedRun, state: Resumable, *, takes_scales: bool) -> None:
@@ -171,7 +173,10 @@ def _take(wanted: _StateToRead, value: Tensor, saved: SavedRun, state: Resumable
     """
     space, slot = wanted.space, wanted.slot
     if wanted.fragment is not None:
-        space.part(wanted.elements.kind, slot, wanted.fragment).store_(value)
+        part = space.part(wanted.elements.kind, slot, wanted.fragment)
+        part.store_(value)
+        if wanted.elements.blocks is not None:
+            wanted.elements.blocks.put(part)
         return
     assert isinstance(space, SplitSpaceState)
     scale = saved.rank_tensor(state, f"weight_scale/{slot.name}") if takes_scales else None

@@ -22,6 +22,7 @@ from .manifest import NUM_READERS, in_order, read_manifest
 from .placement import Placement
 from .run_state import STAGES, Resumable, below, prefix_of, topology_of
 from .same_model import first_difference, model_settings
+from .saved_blocks import SavedBlocks
 from .torch_dist import PlannedRead, TorchDistReader, Wanted
 
 #: Bytes that are read ahead; the last read may exceed this.
@@ -35,12 +36,18 @@ _SHARES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_t
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements [start, start + length) of a rank's flat parameter; `kind` is of `Resumable.kinds`."""
+    """Elements [start, start + length) of a rank's flat parameter.
+
+    Attributes:
+        kind: of `Resumable.kinds`.
+        blocks: takes their scale blocks as they were saved.
+    """
 
     placement: Placement
     kind: str
     start: int
     length: int
+    blocks: SavedBlocks | None = None
 
 
 def differing_setting(folder: Path, model: ModelConfig, *, finetune: bool = False) -> str | None:
@@ -241,9 +248,10 @@ class SavedRun:
         repeated: list[tuple[Tensor, Tensor]] = []
         num_rows = self.reader.shapes[key][0] if placement.has_vocabulary_rows else None
         for part in placement.region.rectangles(start, elements.length):
-            target = flat[part.start - start : part.start - start + part.numel]
+            first = part.start - start
+            target = flat[first : first + part.numel]
             if num_rows is None or part.offset[0] + part.sizes[0] <= num_rows:
-                wanted.append(Wanted(part.offset, part.sizes, target))
+                wanted.append(Wanted(part.offset, part.sizes, target, elements.blocks, first))
                 continue
             target = target.view(part.sizes)
             known = max(0, num_rows - part.offset[0])

@@ -45,6 +45,7 @@ from .files import CheckpointError, reread
 from .manifest import NUM_READERS, ChecksummedFile, FileEntry, in_order, write_file
 from .metadata_file import METADATA, Written, pickled, read_metadata
 from .pickles import read_tensor
+from .saved_blocks import SavedBlocks
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -179,11 +180,18 @@ def write_metadata(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A rectangle to read: its elements are written to `target`, FP32, flat and in order."""
+    """A rectangle to read: its elements are written to `target`, FP32, flat and in order.
+
+    Attributes:
+        blocks: takes the rectangle's scale blocks as they were saved; None if nobody asks for them.
+        start: place of `target` in the part that `blocks` is of.
+    """
 
     offset: Shape
     sizes: Shape
     target: Tensor
+    blocks: SavedBlocks | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,10 +204,19 @@ class PlannedRead:
     def place(self, value: Tensor | Encoded) -> None:
         """Copy the chunk's elements to their targets. It is decoded where the targets are."""
         device = self.overlaps[0][0].target.device
-        moved = value.to(device).decode() if isinstance(value, Encoded) else value.to(device, non_blocking=True)
+        encoded = None
+        if isinstance(value, Encoded):
+            encoded = value.to(device)
+            value = encoded.decode()
+        moved = value.to(device, non_blocking=True)
         for want, (offset, sizes) in self.overlaps:
             source = moved[_slices(offset, self.item.offset, sizes)]
             want.target.view(want.sizes)[_slices(offset, want.offset, sizes)].copy_(source)
+            if encoded is not None and want.blocks is not None:
+                run = _run(offset, sizes, self.item.offset, self.item.sizes)
+                own = _run(offset, sizes, want.offset, want.sizes)
+                if run is not None and own is not None:
+                    want.blocks.take(encoded, run, math.prod(sizes), want.start + own)
 
 
 class TorchDistReader:
@@ -380,3 +397,16 @@ def _overlap(item: Written, want: Wanted) -> tuple[Shape, Shape] | None:
 
 def _slices(offset: Shape, origin: Shape, sizes: Shape) -> tuple[slice, ...]:
     return tuple(slice(at - start, at - start + n) for at, start, n in zip(offset, origin, sizes, strict=True))
+
+
+def _run(offset: Shape, sizes: Shape, origin: Shape, whole: Shape) -> int | None:
+    """Where a rectangle begins in a larger one at `origin`, both flat, if it is one run of that; else None."""
+    if not sizes:
+        return 0
+    first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes) - 1)
+    if sizes[first + 1 :] != whole[first + 1 :]:
+        return None
+    start = 0
+    for at, begin, size in zip(offset, origin, whole, strict=True):
+        start = start * size + at - begin
+    return start

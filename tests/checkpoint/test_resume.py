@@ -1,6 +1,7 @@
 """Under the same layout, a resumed run is bitwise equal to one that never stopped: every storage form, all state.
 
-Loading decodes state to FP32 and encodes it again, so this tests that both keep every form's values.
+Loading decodes state to FP32 and encodes it again, so this tests that both keep every form's values, and that blocks
+which they would change are copied.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
 
 from fp8_megatron.checkpoint import run_state, torch_dist
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
@@ -20,7 +22,9 @@ from fp8_megatron.checkpoint.metadata_file import read_metadata
 from fp8_megatron.checkpoint.run_state import Progress, autoscales_of, rng_states, set_rng_states
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
-from fp8_megatron.dtypes import GradReduceMode, StorageDtype
+from fp8_megatron.dtypes import COMPANDED_DTYPES, GradReduceMode, StorageDtype
+from fp8_megatron.kernels.quantize import blockwise
+from fp8_megatron.kernels.reference import encode
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
@@ -110,6 +114,30 @@ def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path, form: str) -> 
     run(ranks, 2, config, 3, None, tmp_path)
     for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
         assert_goes_on(resumed, expected)
+
+
+def _run_with_small_codes(config: Config, num_steps: int, load: Path | None, save: Path | None) -> TinyRun:
+    """Steps that store no value with the largest code: a GPU's do so for one block in some ten thousand."""
+
+    def encode_below(x: Tensor, scale: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> Tensor:
+        codes = encode(x, scale, dtype, noise)
+        if noise is None or dtype not in COMPANDED_DTYPES:
+            return codes
+        most = torch.iinfo(dtype).max - 2
+        return codes.clamp(-most if dtype is torch.int8 else 0, most)
+
+    with mock.patch.object(blockwise, "encode", encode_below):
+        return run_tiny_on_a_rank(config, num_steps, load, save, None, 4)
+
+
+@pytest.mark.parametrize("form", ["companded", "split"])
+def test_the_largest_value_of_a_block_may_have_any_code(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    config = config_of(FORMS[form])
+    straight = ranks.run(_run_with_small_codes, config, 5, None, None, num_ranks=2)
+    ranks.run(_run_with_small_codes, config, 3, None, tmp_path, num_ranks=2)
+    resumed = ranks.run(_run_with_small_codes, config, 2, tmp_path, None, num_ranks=2)
+    for end, expected in zip(resumed, straight, strict=True):
+        assert_goes_on(end, expected)
 
 
 def test_experts_in_blocks_go_on(ranks: RankPool, tmp_path: Path) -> None:
