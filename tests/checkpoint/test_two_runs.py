@@ -24,6 +24,18 @@ pytestmark = pytest.mark.slow
 ROOT = Path(pretrain_gpt.__file__).parent
 #: Seconds. A busy machine starts a run in one minute.
 STARTED_WITHIN = 240.0
+#: A second run that waits for 20 s instead of 60, and takes the first one for dead after 15 s without a beat, not 30.
+IMPATIENT = [
+    "-c",
+    """
+import runpy, sys
+from fp8_megatron.checkpoint import run_lock
+from fp8_megatron.training import run_start
+run_lock.DEAD_AFTER_SECONDS, run_start._WAIT_SECONDS = 15.0, 20.0
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+""",
+]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -88,10 +100,10 @@ def announced(run: Run) -> list[int]:
 def test_the_second_run_is_refused_and_the_first_is_undisturbed(tmp_path: Path, start: Start) -> None:
     first = start("first")
     first.wait_until("iter_0000040 in")
-    second = start("second")
+    second = start("second", launcher=IMPATIENT)
     assert second.process.wait(timeout=STARTED_WITHIN + 90.0) == 2
     lines = [line for line in second.said().splitlines() if "saved is in use by process" in line or "error:" in line]
-    assert len(lines) == 2 and f"process {first.process.pid} on " in lines[0] and "waiting up to 60 s" in lines[0]
+    assert len(lines) == 2 and f"process {first.process.pid} on " in lines[0] and "waiting up to 20 s" in lines[0]
     assert lines[1].startswith(f"error: save({tmp_path / 'saved'}) is in use by process {first.process.pid} on ")
     assert "stop that run, or give another --save" in lines[1] and announced(second) == []
     first.process.send_signal(signal.SIGTERM)
@@ -125,7 +137,7 @@ def test_a_frozen_run_is_taken_over_and_stops_when_it_wakes_up(tmp_path: Path, s
     first.wait_until("iter_0000020 in")
     first.process.send_signal(signal.SIGSTOP)
     at_stop = max(announced(first))
-    second = start("second")
+    second = start("second", launcher=IMPATIENT)
     second.wait_until("taking over ")
     second.wait_until("resumed from")
     resumed = int(second.said().split("at iteration ")[1].split()[0])
