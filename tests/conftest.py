@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Executor
 
 import pytest
 
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from tests.harness.forked import fork_server
 from tests.harness.ranks import RankPool
 
 # Programs that tests start obey a terminal that closes, also where the tests themselves run under nohup.
@@ -29,3 +31,10 @@ def ranks() -> Iterator[RankPool]:
     """Up to four ranks on this machine, kept alive between tests."""
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Executor]:
+    """A process that has imported what programs do; see `tests.harness.forked`."""
+    with fork_server() as server:
+        yield server

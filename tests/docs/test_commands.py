@@ -13,7 +13,9 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ import pytest
 from fp8_megatron.config.checks import check_config
 from fp8_megatron.config.io import parse_config
 from tests.docs.documents import PAGES, ROOT, Block, blocks, commands, name_of
+from tests.harness.forked import run_forked, run_python
 
 _LANGUAGES = ("bash", "python")
 _BLOCKS = [block for page in PAGES for language in _LANGUAGES for block in blocks(page, language)]
@@ -108,8 +111,8 @@ def test_ci_runs_the_two_commands() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", _PAGES_TO_RUN, ids=name_of)
-def test_commands_run(page: Path, tmp_path: Path) -> None:
-    """All ``run`` blocks of a page, one after the other, as a reader would."""
+def test_commands_run(page: Path, tmp_path: Path, forks: Executor) -> None:
+    """All ``run`` blocks of a page, one after the other, as a reader would. Python is forked: it starts in no time."""
     for path in ROOT.iterdir():
         if path.name not in ("runs", ".git", ".venv", "data"):
             (tmp_path / path.name).symlink_to(path)
@@ -119,12 +122,12 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
             if need in ("llama", "chat-model"):
                 pytest.importorskip("transformers")
             if need not in done:
-                _run_all(_NEEDED[need], tmp_path, shrink=False)
+                _run_all(_NEEDED[need], tmp_path, forks, shrink=False)
                 done.add(need)
         if language == "python":
-            _run([sys.executable, "-c", block.text], tmp_path)
+            _run([sys.executable, "-c", block.text], tmp_path, forks)
         else:
-            _run_all(block.text, tmp_path, shrink="shrink" in (block.tag or ""))
+            _run_all(block.text, tmp_path, forks, shrink="shrink" in (block.tag or ""))
 
 
 def _in_order(page: Path) -> list[tuple[str, Block]]:
@@ -144,7 +147,7 @@ def _joined(found: list[tuple[str, Block]]) -> list[tuple[str, Block]]:
     return joined
 
 
-def _run_all(script: str, folder: Path, *, shrink: bool) -> None:
+def _run_all(script: str, folder: Path, forks: Executor, *, shrink: bool) -> None:
     for command in commands(script):
         words = shlex.split(command)
         if words[0] == "pip":
@@ -162,10 +165,10 @@ def _run_all(script: str, folder: Path, *, shrink: bool) -> None:
             words[0] = sys.executable
         elif words[0] == "fp8-megatron":
             words = [sys.executable, "-m", "fp8_megatron.cli", *words[1:]]
-        _run(words, folder)
+        _run(words, folder, forks)
 
 
-def _run(words: list[str], folder: Path) -> None:
+def _run(words: list[str], folder: Path, forks: Executor) -> None:
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -174,5 +177,13 @@ def _run(words: list[str], folder: Path) -> None:
         "PYTHONWARNINGS": "ignore",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    if words[0] == sys.executable and words[1:3] != ["-m", "torch.distributed.run"]:
+        program, limits = partial(run_python, words[1:], environment), {"seconds": 300.0, "address_bytes": 1 << 40}
+        ending = forks.submit(run_forked, program, folder=folder, **limits).result()
+        status, output, errors = ending.status, ending.output, ending.errors
+    else:
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        status, output, errors = done.returncode, done.stdout, done.stderr
+    assert status == 0, f"{shlex.join(words)}\n{output[-3000:]}\n{errors[-3000:]}"

@@ -6,11 +6,9 @@ The cases are made from the configuration itself, so a new setting is tried too.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import random
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +16,6 @@ import pytest
 import yaml
 
 from fp8_megatron import cli
-from fp8_megatron.commands.program import prepare_megatron
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.fields import FieldType, field_types
 from fp8_megatron.config.io import parse_config
@@ -137,28 +134,16 @@ def sampled(name: str) -> str:
     return random.Random(f"21 {name}").choice(words or ["nonsense"])
 
 
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[Executor]:
-    """A process that has imported what a run needs, and done nothing: its forks are runs that start at once."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"), initializer=_import_it_all) as executor:
-        yield executor
-
-
-def _import_it_all() -> None:
-    prepare_megatron()
-    import fp8_megatron.training.trainer  # noqa: F401
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_whole_run_trains_or_says_why(name: str, tmp_path: Path, fresh: Executor) -> None:
+def test_a_whole_run_trains_or_says_why(name: str, tmp_path: Path, forks: Executor) -> None:
     """What passes the checks trains, or ends in one line. A run that does not end by itself is asked to after 20 s; one
     that must be killed is in a single step of hours, no mistake that a check could name."""
     overrides = {name: None} if name in TINY_RUN else {}
     flags = tiny_flags(tmp_path / "out", **{"train_iters": 2, **overrides})
     words = ["train", "--gpus", "0", *flags, f"{flag(name)}={sampled(name)}"]
     limits = {"folder": tmp_path, "seconds": 20.0, "more_seconds": 30.0, "address_bytes": 4 << 30}
-    ending = fresh.submit(run_forked, partial(cli.main, words), **limits).result()
+    ending = forks.submit(run_forked, partial(cli.main, words), **limits).result()
     assert "Traceback" not in ending.errors and "internal error" not in ending.errors, ending.errors
     assert ending.status in (0, 1, 2, None, -signal.SIGTERM), ending
     assert ending.status in (0, None, -signal.SIGTERM) or ending.errors.strip(), ending

@@ -1,17 +1,27 @@
-"""Calls of a program in a forked process, with limits of time and memory, to see how it ends."""
+"""Calls of a program in a forked process, with limits of time and memory, to see how it ends.
+
+`fork_server` gives a process to fork from in which nothing has happened but imports, which take seconds.
+"""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from fp8_megatron.commands.program import prepare_megatron
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,40 @@ def run_forked(
         texts = [os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace") for file in (output, errors)]
         grown = usage.ru_maxrss * 1024 - _resident_bytes()
         return Ending(os.waitstatus_to_exitcode(status) if ended else None, *texts, grown)
+
+
+def fork_server() -> Executor:
+    """A process that has imported what programs of this project do, for ``submit(run_forked, ...)``."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"), initializer=_import_it_all)
+
+
+def _import_it_all() -> None:
+    prepare_megatron()
+    import fp8_megatron.training.trainer  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # the collections before forks would take longer than what is forked
+
+
+def run_python(words: Sequence[str], environment: dict[str, str]) -> None:
+    """Be ``python WORDS`` in a fork: ``-c CODE``, ``-m MODULE`` or a file, and its arguments. Warnings are ignored."""
+    os.environ.clear()
+    os.environ.update(environment)
+    warnings.simplefilter("ignore")
+    first, *rest = words
+    sys.argv = [first, *rest]
+    if first == "-c":
+        sys.path.insert(0, "")
+        sys.argv = [first, *rest[1:]]
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), module.__dict__)
+    elif first == "-m":
+        sys.path.insert(0, "")
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(first))
+        runpy.run_path(first, run_name="__main__")
 
 
 def _be_child(program: Callable[[], object], folder: Path, output: int, errors: int, address_bytes: int) -> None:
