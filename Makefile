@@ -36,7 +36,7 @@ test: $(SETUP)  ## The CPU tests
 	$(ON_CPU) $(PYTEST) -n 2 --dist loadfile
 
 test-slow: $(SETUP)  ## The CPU tests that take minutes
-	$(ON_CPU) $(PYTEST) -n 2 --dist loadfile -m "slow and not gpu and not multigpu" --timeout 900 || [ $$? -eq 5 ]  # 5: there are none
+	$(ON_CPU) $(PYTEST) -n 2 --dist worksteal -m "slow and not gpu and not multigpu" --timeout 900 || [ $$? -eq 5 ]  # 5: there are none
 
 test-torch:  ## The CPU tests on any torch, in build/venv-torch (TORCH=torch==2.15.0)
 	@VENV=build/venv-torch ANY_TORCH=1 PYTHON='$(PYTHON)' TORCH='$(TORCH)' bash scripts/setup_venv.sh
