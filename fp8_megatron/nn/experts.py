@@ -199,17 +199,18 @@ def experts_backward(
     cast = fc1.quantizers.grad_output.quantize(source)
     del source, z
     grad_weight2 = _deliver(rows.t, cast.activation.t, fc2, dtype, offsets) if needs_grad2 else None
-    del rows
+    grad_z, grad_of_rows = cast.operand, cast.grad_probs
+    del rows, cast
     tokens = fc1.parallelism.gather(own_tokens)
-    grad_rows = cast.operand.multiply_groups(transposed_weight(fc1), offsets)
+    grad_rows = grad_z.multiply_groups(transposed_weight(fc1), offsets)
     grad_x = fc1.parallelism.start_grad_sum(Computed(ops.sum_rows(grad_rows, groups.rows)))
     del grad_rows
     grad_weight1 = None
     if needs_grad1:
         columns = tokens.whole().gather(groups, rowwise=False, transposed=True).t
-        grad_weight1 = _deliver(cast.operand.t, columns, fc1, dtype, offsets)
-    grad_probs = _probs_of_tokens(cast.grad_probs, groups, probs_shape)
-    grad_bias = _sums_of_groups(cast.operand.t, offsets, format) if needs_grad_bias else None
+        grad_weight1 = _deliver(grad_z.t, columns, fc1, dtype, offsets)
+    grad_probs = _probs_of_tokens(grad_of_rows, groups, probs_shape)
+    grad_bias = _sums_of_groups(grad_z.t, offsets, format) if needs_grad_bias else None
     return ExpertGrads(grad_x.wait(), grad_probs, grad_weight1, grad_weight2, grad_bias)
 
 

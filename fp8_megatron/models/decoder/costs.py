@@ -7,8 +7,15 @@ from ...config.schema import Config, ModelConfig
 
 #: Bytes of an element of the 16-bit types.
 _HALF = 2
+#: Bytes of scales beside an element in FP8 whose format has blocks: 4 for 128 elements, or 1 for 32.
+_BLOCK_SCALES = 1 / 32
 #: FP32 statistics that backward needs of each token: mean and inverse deviation of two norms.
 _NORM_STATISTICS_BYTES = 2 * 2 * 4
+
+
+def fp8_bytes(config: Config) -> float:
+    """Bytes of an element of an operand in FP8, with its scales under the recipe of the run that has most."""
+    return 1 + _BLOCK_SCALES * config.precision.has_blocks
 
 
 def kept_bytes(config: Config, layer: int) -> float:
@@ -32,13 +39,13 @@ def kept_around_mlp(config: Config, layer: int) -> float:
     attention = 2 * (queries + keys)
     fp8_attention = is_fp8 and config.precision.fp8_dot_product_attention
     attention -= attention // 2 if fp8_attention else 0  # a byte each
-    split = attention
+    split: float = attention
     if model.qk_layernorm:  # the value in 16 bits lies beside their inputs; FP8 attention has another
         split += queries + keys + (keys if fp8_attention else 0)
     if is_fp8 and not (model.uses_rope or model.qk_layernorm) and model.query_groups < model.num_attention_heads:
         split += queries  # the queries of a group's heads lie apart from those of the next
     if parallel.exchanges_heads:  # attention keeps one output, the projection another, in FP8 if it is
-        split += queries // 2 if is_fp8 else queries
+        split += queries * fp8_bytes(config) / _HALF if is_fp8 else queries
     masks = 2 * model.hidden_size if model.hidden_dropout > 0 else 0
     log_sums = 4 * model.num_attention_heads / tp
     return (_HALF * streams + masks + _NORM_STATISTICS_BYTES) / parallel.sequence_shares + _HALF * split / tp + log_sums
@@ -67,9 +74,10 @@ def forward_bytes(config: Config, layer: int) -> int:
     """As `Architecture.forward_bytes`: four residual streams, and the MLP's hidden state before and behind its
     activation."""
     model, tokens, is_fp8 = config.model, config.tokens_per_micro_batch, config.is_fp8_layer(layer)
-    columns = _HALF * model.mlp_columns + (1 if is_fp8 else 2 * _HALF) * model.padded_ffn_hidden_size
-    mlp = tokens * columns // config.parallel.tensor_model_parallel_size
-    return 4 * _HALF * tokens * model.hidden_size + mlp // config.training.mlp_chunks_for_training
+    of_hidden = fp8_bytes(config) if is_fp8 else 2 * _HALF
+    columns = _HALF * model.mlp_columns + of_hidden * model.padded_ffn_hidden_size
+    mlp = tokens * columns / config.parallel.tensor_model_parallel_size
+    return 4 * _HALF * tokens * model.hidden_size + int(mlp / config.training.mlp_chunks_for_training)
 
 
 def backward_bytes(config: Config, layer: int) -> int:
@@ -83,8 +91,8 @@ def backward_bytes(config: Config, layer: int) -> int:
     if config.training.mlp_chunks_for_training > 1:
         return _chunked_backward(config, is_fp8=is_fp8)
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    hidden, ffn, columns = model.hidden_size, model.padded_ffn_hidden_size, model.mlp_columns
-    of_fp8 = (2 + 2) * hidden + (2 * ffn + 2 * columns + ffn) / tp
+    hidden, ffn, columns, fp8 = model.hidden_size, model.padded_ffn_hidden_size, model.mlp_columns, fp8_bytes(config)
+    of_fp8 = (2 + 2 * fp8) * hidden + (2 * ffn + fp8 * (2 * columns + ffn)) / tp
     of_half = 2 * hidden + (2 * ffn + 2 * columns) / tp
     return round(config.tokens_per_micro_batch * (of_fp8 if is_fp8 else of_half))
 
@@ -100,7 +108,8 @@ def _chunked_backward(config: Config, *, is_fp8: bool) -> int:
     of_attention = tokens * _HALF * (2 * model.query_width + 2 * model.key_width) / tp
     if is_fp8:
         # The gradients of the MLP's output, with its cast, and of the norm's. Of the chunk, gradients and their casts.
-        in_chunk = chunk * (hidden + (_HALF * columns + _HALF * ffn + 2 * columns + ffn) / tp)
+        fp8 = fp8_bytes(config)
+        in_chunk = chunk * (fp8 * hidden + (_HALF * columns + _HALF * ffn + fp8 * (2 * columns + ffn)) / tp)
         return round(max(5 * stream + in_chunk + 5 * weights, 8 * stream, of_attention))
     in_chunk = chunk * _HALF * 2 * (columns + ffn) / tp
     return round(max(4 * stream + in_chunk + 6 * weights, 6 * stream, of_attention))

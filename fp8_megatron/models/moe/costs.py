@@ -75,8 +75,8 @@ def kept_bytes(config: Config, layer: int) -> float:
     """As `Architecture.kept_bytes`.
 
     Beside what a decoder's layer keeps outside the MLP, a layer with experts keeps the router's input, its logits and
-    probabilities, and where each row comes from and goes. In FP8 it keeps the experts' input in a byte, in the order of
-    the tokens, and their input to the activation. What --recompute-modules names is left out.
+    probabilities, and where each row comes from and goes. In FP8 it keeps the experts' input with its scales, in the
+    order of the tokens, and their input to the activation. What --recompute-modules names is left out.
     """
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
@@ -84,7 +84,7 @@ def kept_bytes(config: Config, layer: int) -> float:
     rank, hidden = _rank(config, is_fp8=is_fp8), model.hidden_size
     of_router = _HALF * hidden + 3 * _FP32 * (model.num_experts or 0) + _FP32 * model.moe_router_topk
     if is_fp8:
-        of_token, of_row = of_router + hidden, _HALF * rank.columns
+        of_token, of_row = of_router + decoder.fp8_bytes(config) * hidden, _HALF * rank.columns
     else:
         of_token, of_row = of_router, _HALF * hidden + _half_activation(config, rank)
     of_experts = rank.own * of_token + rank.rows * (2 * _FP32 + of_row)
@@ -114,10 +114,10 @@ def forward_bytes(config: Config, layer: int) -> int:
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
         return decoder.forward_bytes(config, layer)
-    rank, hidden = _rank(config, is_fp8=is_fp8), model.hidden_size
-    of_row = _HALF * hidden
-    of_row += _HALF * rank.columns + rank.width if is_fp8 else _half_activation(config, rank)
-    of_token = (4 * _HALF + int(is_fp8)) * hidden + 5 * _FP32 * (model.num_experts or 0)
+    rank, hidden, fp8 = _rank(config, is_fp8=is_fp8), model.hidden_size, decoder.fp8_bytes(config)
+    of_row: float = _HALF * hidden
+    of_row += _HALF * rank.columns + fp8 * rank.width if is_fp8 else _half_activation(config, rank)
+    of_token = (4 * _HALF + fp8 * is_fp8) * hidden + 5 * _FP32 * (model.num_experts or 0)
     per_token = rank.own * of_token + rank.rows * of_row + _HALF * rank.shared + _exchanged(config, rank)
     return round(config.tokens_per_micro_batch * per_token)
 
@@ -129,13 +129,14 @@ def backward_bytes(config: Config, layer: int) -> int:
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
         return decoder.backward_bytes(config, layer)
-    rank, hidden = _rank(config, is_fp8=is_fp8), model.hidden_size
+    rank, hidden, fp8 = _rank(config, is_fp8=is_fp8), model.hidden_size, decoder.fp8_bytes(config)
+    of_row: float
     if is_fp8:
-        of_output = 2 * hidden + _HALF * rank.width + 2 * rank.columns + rank.width
-        of_row = max(of_output, (1 + _HALF) * hidden + 2 * rank.columns)
+        of_output = fp8 * (2 * hidden + 2 * rank.columns + rank.width) + _HALF * rank.width
+        of_row = max(of_output, fp8 * (hidden + 2 * rank.columns) + _HALF * hidden)
     else:
         of_row = _HALF * hidden + (_HALF + _FP32) * rank.width + _FP32 * 2 * rank.columns
-    per_token = rank.own * (_HALF + 2) * hidden + rank.rows * of_row + _exchanged(config, rank)
+    per_token = rank.own * (_HALF + 2 * fp8) * hidden + rank.rows * of_row + _exchanged(config, rank)
     transposes = rank.experts * hidden * (rank.columns + rank.width) if is_fp8 else 0
     return round(config.tokens_per_micro_batch * per_token) + transposes
 
@@ -148,6 +149,6 @@ def _half_activation(config: Config, rank: _Rank) -> int:
 
 
 def _exchanged(config: Config, rank: _Rank) -> float:
-    """Bytes that ranks which share experts hold of each other's tokens: the tokens in a byte, and in 16 bits what the
+    """Bytes that ranks which share experts hold of each other's tokens: the tokens in FP8, and in 16 bits what the
     experts of a rank give to them, and what is sent of that."""
-    return rank.received * (1 + 2 * _HALF) * config.model.hidden_size
+    return rank.received * (decoder.fp8_bytes(config) + 2 * _HALF) * config.model.hidden_size
