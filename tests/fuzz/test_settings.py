@@ -20,7 +20,7 @@ from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.fields import FieldType, field_types
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.schema import Config
-from tests.harness.forked import run_forked
+from tests.harness.forked import Ending, run_forked
 from tests.harness.runs import TINY_RUN, tiny_flags
 
 ROOT = Path(__file__).parents[2]
@@ -134,16 +134,26 @@ def sampled(name: str) -> str:
     return random.Random(f"21 {name}").choice(words or ["nonsense"])
 
 
+def whole_run(forks: Executor, folder: Path, *words: str, **overrides: object) -> Ending:
+    """A run that does not end by itself is asked to after 20 s; one that must be killed then is in a single step of
+    hours, no mistake that a check could name."""
+    flags = tiny_flags(folder / "out", **{"train_iters": 2, **overrides})
+    limits = {"folder": folder, "seconds": 20.0, "more_seconds": 30.0, "address_bytes": 4 << 30}
+    return forks.submit(run_forked, partial(cli.main, ["train", "--gpus", "0", *flags, *words]), **limits).result()
+
+
+@pytest.mark.slow
+def test_a_whole_run_of_good_settings_trains(tmp_path: Path, forks: Executor) -> None:
+    ending = whole_run(forks, tmp_path)
+    assert ending.status == 0 and "iter 2/2 | loss" in ending.output, ending
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_whole_run_trains_or_says_why(name: str, tmp_path: Path, forks: Executor) -> None:
-    """What passes the checks trains, or ends in one line. A run that does not end by itself is asked to after 20 s; one
-    that must be killed is in a single step of hours, no mistake that a check could name."""
+    """What passes the checks trains, or ends in one line."""
     overrides = {name: None} if name in TINY_RUN else {}
-    flags = tiny_flags(tmp_path / "out", **{"train_iters": 2, **overrides})
-    words = ["train", "--gpus", "0", *flags, f"{flag(name)}={sampled(name)}"]
-    limits = {"folder": tmp_path, "seconds": 20.0, "more_seconds": 30.0, "address_bytes": 4 << 30}
-    ending = forks.submit(run_forked, partial(cli.main, words), **limits).result()
+    ending = whole_run(forks, tmp_path, f"{flag(name)}={sampled(name)}", **overrides)
     assert "Traceback" not in ending.errors and "internal error" not in ending.errors, ending.errors
     assert ending.status in (0, 1, 2, None, -signal.SIGTERM), ending
     assert ending.status in (0, None, -signal.SIGTERM) or ending.errors.strip(), ending
