@@ -8,7 +8,7 @@ import torch
 from kernel_timing import Case, Rotating
 from torch import Tensor
 
-from fp8_megatron.dtypes import E4M3, GEMM_BLOCK
+from fp8_megatron.dtypes import E4M3, GEMM_BLOCK, GRAD_BLOCK
 from fp8_megatron.kernels import ops
 
 #: Bytes of scales for each element of one layout.
@@ -54,6 +54,34 @@ def gemms(device: torch.device, tokens: int, outputs: int, inputs: int) -> Itera
     yield from _gemm("fprop", x_rows, w_rows, x_scales, w_scales)
     yield from _gemm("dgrad", g_rows, w_t, g_scales, w_scales_t)
     yield from _gemm("wgrad", g_t, x_t, g_scales_t, x_scales_t)
+    yield from _in_triton(x_rows, w_rows, x_scales, w_scales, "fprop")
+    yield from _in_triton(g_rows, w_t, g_scales, w_scales_t, "dgrad")
+    yield from _wgrad_in_triton(g_t, x_t, g_scales_t, x_scales_t)
+
+
+def _in_triton(a: Tensor, tiles: Tensor, scales_a: Tensor, scales: Tensor, name: str) -> Iterator[Case]:
+    """The grouped GEMM as that of one group: Triton's candidate, which adds each block's sum in FP32."""
+    (m, k), n = a.shape, tiles.shape[0]
+    offsets = torch.tensor([0, m], dtype=torch.int32, device=a.device)
+    yield Case(
+        f"Triton {name} M={m} N={n} K={k}",
+        lambda _: ops.grouped_mm(a, tiles[None], scales_a, scales[None], offsets),
+        num_flops=2 * m * n * k,
+    )
+
+
+def _wgrad_in_triton(g_t: Tensor, x_t: Tensor, scales_g: Tensor, scales_x: Tensor) -> Iterator[Case]:
+    (n, m), k = g_t.shape, x_t.shape[0]
+    offsets = torch.tensor([0, m], dtype=torch.int32, device=g_t.device)
+    operands, at = (g_t, x_t, scales_g, scales_x, offsets), f"M={n} N={k} K={m}"
+    out = torch.empty(1, n, k, dtype=torch.bfloat16, device=g_t.device)
+    yield Case(f"Triton wgrad {at}", lambda _: ops.grouped_wgrad_(out, *operands, adds=False), num_flops=2 * m * n * k)
+    payload, scales = out.to(E4M3), torch.empty(n * k // GRAD_BLOCK, device=g_t.device)
+    yield Case(
+        f"Triton wgrad to E4M3 {at}",
+        lambda _: ops.grouped_wgrad_to_fp8_(payload, scales, *operands),
+        num_flops=2 * m * n * k,
+    )
 
 
 def _gemm(name: str, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor) -> Iterator[Case]:

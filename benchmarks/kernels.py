@@ -54,7 +54,9 @@ GROUPED_GEMMS = (
 ATTENTION_SHAPES = ((4, 2048), (1, 8192))
 #: Llama-3-8B's head.
 HEAD_SHAPE = (TOKENS, 128256, HIDDEN)
-LINEAR, HEAD = "linear", "head"
+#: modded-nanogpt's MLP and head: tokens, outputs and inputs.
+NANOGPT_SHAPES = ((49152, 3072, 768), (49152, 768, 3072), (49152, VOCAB_SIZE, 768))
+LINEAR, HEAD, NANOGPT = "linear", "head", "nanogpt"
 SECTIONS = (
     *(
         "quantization",
@@ -68,7 +70,7 @@ SECTIONS = (
         "optimizer",
         "gemms",
     ),
-    *("grouped_gemms", "block_casts", "block_gemms", LINEAR, HEAD),
+    *("grouped_gemms", "block_casts", "block_gemms", LINEAR, HEAD, NANOGPT),
 )
 
 
@@ -180,6 +182,10 @@ def main(words: Sequence[str] | None = None) -> int:
             linears += linear_cases.measure([Shape(*shape) for shape in GEMMS], device)
         elif section == HEAD:
             linears += linear_cases.measure([Shape(*HEAD_SHAPE)], device, steps=linear_cases.HEAD_STEPS)
+        elif section == NANOGPT:
+            linears += linear_cases.measure(
+                [Shape(*shape) for shape in NANOGPT_SHAPES], device, steps=linear_cases.WGRAD_STEPS
+            )
         else:
             bench.measure(section, cases(section, device, arguments.log2_elements))
         seconds[section] = time.perf_counter() - started

@@ -20,7 +20,9 @@ from functools import partial
 import torch
 from kernel_timing import reason, seconds_per_call
 
-from fp8_megatron.dtypes import StorageDtype
+from fp8_megatron.dtypes import E4M3, E5M2, StorageDtype
+from fp8_megatron.formats.recipes import RecipeName
+from fp8_megatron.kernels import ops
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.linear import fp8_linear
 from fp8_megatron.quantization.amax_history import AmaxHistory
@@ -33,6 +35,8 @@ HISTORY_LENGTH = 16
 BF16, TE, TE_CACHED = "BF16", "Transformer Engine, delayed", "Transformer Engine, delayed, W cast once"
 FP8_DELAYED, FP8_CURRENT = "FP8, delayed", "FP8, current"
 FP8_FAST = "FP8, delayed, weight gradient too"
+FP8_BLOCKS, TE_BLOCKS = "FP8, blockwise", "Transformer Engine, blockwise"
+FP8_BF16_WGRAD = "FP8, delayed, W's gradient computed in BF16"
 FP8_ROWS = "FP8, current, a scale for each row of y's gradient"
 ALL_SHAPES = "all"
 #: Targets of FP8 (delayed): speed relative to BF16, and to Transformer Engine.
@@ -76,14 +80,14 @@ class Shape:
 def fp8_step(
     shape: Shape,
     device: torch.device,
+    recipe_name: RecipeName,
     *,
-    delayed: bool,
     delays_weight_grads: bool = False,
     scales_grad_rows: bool = False,
 ) -> Step:
     """This project's layer. With `scales_grad_rows` it is a language model's head (`nn.row_scaled`)."""
-    history = AmaxHistory(HISTORY_LENGTH, "max", power_of_two=False) if delayed else None
-    recipe = Recipe("delayed" if delayed else "tensorwise", False, history, delays_weight_grads)
+    history = AmaxHistory(HISTORY_LENGTH, "max", power_of_two=False) if recipe_name == "delayed" else None
+    recipe = Recipe(recipe_name, False, history, delays_weight_grads)
     quantizers = recipe.linear_quantizers()
     if history is not None:
         history.allocate(device)
@@ -113,13 +117,33 @@ def bf16_step(shape: Shape, device: torch.device) -> Step:
     return lambda _: torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), [x, weight, bias], grad)
 
 
-def te_step(shape: Shape, device: torch.device, *, cast_once: bool) -> Step:
+def fp8_step_with_bf16_wgrad(shape: Shape, device: torch.device) -> Step:
+    """fprop and dgrad in FP8 with known scales, the weight's gradient from x and y's gradient in BF16: no operand is
+    transposed but the weight."""
+    value = 0.02 * torch.randn(shape.out_features, shape.in_features, device=device)
+    weight, weight_scale = ops.quantize_current(value.bfloat16(), E4M3)[::2]
+    (x, bias, grad), record = _operands(shape, device), torch.zeros(1, device=device)
+    x = x.detach()
+    x_scale, grad_scale = ops.amax(x) / 448, ops.amax(grad) / 57344
+
+    def step(_: int) -> object:
+        rows = ops.quantize_with_scale(x, x_scale, E4M3, amax_out=record)[0]
+        y = ops.scaled_mm(rows, weight, x_scale, weight_scale, bias=bias.detach(), use_fast_accum=True)
+        g, _, grad_bias, _ = ops.quantize_grad_output(grad, E5M2, scale=grad_scale, amax_out=record, transposed=False)
+        grad_x = ops.scaled_mm(g, ops.transpose(weight), grad_scale, weight_scale)
+        return y, grad_x, grad.t() @ x, grad_bias
+
+    return step
+
+
+def te_step(shape: Shape, device: torch.device, *, cast_once: bool, blockwise: bool = False) -> Step:
     """Transformer Engine's layer."""
     import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import DelayedScaling, Format
+    from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Format
 
     layer = te.Linear(shape.in_features, shape.out_features, bias=True, params_dtype=torch.bfloat16, device=str(device))
-    recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=HISTORY_LENGTH, amax_compute_algo="max")
+    delayed = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=HISTORY_LENGTH, amax_compute_algo="max")
+    recipe = Float8BlockScaling() if blockwise else delayed
     x, _, grad = _operands(shape, device)
     is_first = True
 
@@ -143,17 +167,26 @@ def _operands(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.T
 #: In the order of timing: layers that another library may break come last.
 STEPS: dict[str, Callable[[Shape, torch.device], Step]] = {
     BF16: bf16_step,
-    FP8_DELAYED: partial(fp8_step, delayed=True),
-    FP8_FAST: partial(fp8_step, delayed=True, delays_weight_grads=True),
-    FP8_CURRENT: partial(fp8_step, delayed=False),
+    FP8_DELAYED: partial(fp8_step, recipe_name="delayed"),
+    FP8_FAST: partial(fp8_step, recipe_name="delayed", delays_weight_grads=True),
+    FP8_CURRENT: partial(fp8_step, recipe_name="tensorwise"),
+    FP8_BLOCKS: partial(fp8_step, recipe_name="blockwise"),
     TE: partial(te_step, cast_once=False),
     TE_CACHED: partial(te_step, cast_once=True),
+    TE_BLOCKS: partial(te_step, cast_once=False, blockwise=True),
+}
+#: Whether a weight's gradient is worth its operands' transposed casts.
+WGRAD_STEPS: dict[str, Callable[[Shape, torch.device], Step]] = {
+    BF16: bf16_step,
+    FP8_BF16_WGRAD: fp8_step_with_bf16_wgrad,
+    FP8_DELAYED: partial(fp8_step, recipe_name="delayed"),
+    FP8_FAST: partial(fp8_step, recipe_name="delayed", delays_weight_grads=True),
 }
 #: Of a language model's head, which `initialize` gives a scale for each row.
 HEAD_STEPS: dict[str, Callable[[Shape, torch.device], Step]] = {
     BF16: bf16_step,
-    FP8_CURRENT: partial(fp8_step, delayed=False),
-    FP8_ROWS: partial(fp8_step, delayed=False, scales_grad_rows=True),
+    FP8_CURRENT: partial(fp8_step, recipe_name="tensorwise"),
+    FP8_ROWS: partial(fp8_step, recipe_name="tensorwise", scales_grad_rows=True),
     TE: partial(te_step, cast_once=False),
 }
 

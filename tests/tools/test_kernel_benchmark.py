@@ -163,6 +163,21 @@ def test_block_scaled_gemm_cases_run(benchmark: Any) -> None:
         assert case.num_flops == 2 * 128 * 256 * 384
 
 
+def test_layers_run_with_every_way_to_their_weight_gradient(benchmark: Any) -> None:
+    """Those of another library may be missing."""
+    cases = benchmark["linear_cases"]
+
+    def once(step: Any) -> tuple[float, str]:
+        step(0)
+        return 1.0, "events"
+
+    for steps in (cases.STEPS, cases.WGRAD_STEPS):
+        own = {name: step for name, step in steps.items() if getattr(step, "func", None) is not cases.te_step}
+        assert cases.FP8_DELAYED in own and (cases.FP8_BLOCKS in own or cases.FP8_BF16_WGRAD in own)
+        rows = list(cases.measure([cases.Shape(128, 256, 384)], CPU, once, own))
+        assert [row.name for row in rows] == list(own) and all(row.error is None for row in rows), rows
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing on a CPU")
 def test_without_a_gpu_it_says_so() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--only", "norms"]
