@@ -32,7 +32,7 @@ from rich.console import Console
 # Run as a script from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.comparison import Result, finite, table_of, write_report
-from benchmarks.peers.runs import PEERS
+from benchmarks.peers.runs import MUON, PEERS
 from benchmarks.provenance import device_name
 from fp8_megatron.commands.arguments import Parser, output_folder, whole
 from fp8_megatron.commands.program import exit_status, told_error
@@ -72,6 +72,7 @@ RUNS = {
     "O3-16-bit-head": [*_HISTORY, "--no-fp8-lm-head"],
     "O3-fast": _FAST,
     "O3-fp8-attention": [*_FAST, "--fp8-dot-product-attention"],
+    "O3-muon": [*_FAST, *MUON],
     "O3-graph": [*_FAST, *_GRAPH],
     "O3-no-graph": [*_FAST, *_NO_GRAPH],
     "O3-nccl": [*_DELAYED, "--dp-transport", "nccl"],

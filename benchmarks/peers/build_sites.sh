@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Build the peers for a GPU machine that reaches no registry: te_site.tar.xz and extra_site.tar.xz, to be unpacked into
-# one folder that PYTHONPATH names there. Needs PyPI, Python 3.12 with its headers, a C++ compiler and 12 GB of disk, no
-# GPU; an hour of two cores.
+# one folder that PYTHONPATH names there. Needs PyPI, GitHub, Python 3.12 with its headers, a C++ compiler and 12 GB of
+# disk, no GPU; an hour of two cores.
 # Usage: benchmarks/peers/build_sites.sh FOLDER
-#   Other versions by the environment: PYTHON, TORCH, CUDA (that of this PyTorch), TE, MEGATRON, TORCHAO, ARCH.
+#   Other versions by the environment: PYTHON, TORCH, CUDA (that of this PyTorch), TE, MEGATRON, TORCHAO, EMERGING,
+#   ARCH.
 set -euo pipefail
 cuda=${CUDA:-13.0} te=${TE:-2.20.2}
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -25,7 +26,8 @@ rm -rf te_site/transformer_engine/jax te_site/transformer_engine/wheel_lib/*nccl
 (cd "$project" && "$OLDPWD/venv/bin/python" -m benchmarks.peers.keep_arch \
   "$OLDPWD/te_site/transformer_engine/wheel_lib/libtransformer_engine.so" "${ARCH:-90}")
 
-"${target[@]}" extra_site --no-deps "megatron-core==${MEGATRON:-0.19.2}" "torchao==${TORCHAO:-0.18.0}"
+"${target[@]}" extra_site --no-deps "megatron-core==${MEGATRON:-0.19.2}" "torchao==${TORCHAO:-0.18.0}" \
+  absl-py "git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v${EMERGING:-0.3.1}"
 rm -rf extra_site/test  # torchao's, which hides Python's
 for site in te_site extra_site; do
   find "$site" -name __pycache__ -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ run, with unfused attention. Set ``CUDA_DEVICE_MAX_CONNECTIONS=1`` as Megatron-L
 
 Gradients are added up and reduced in FP32, weights are BF16 with an FP32 master and FP32 moments; ``te-delayed-lean``
 stores FP8 weights with an FP16 master and 8- and 16-bit moments instead (Megatron's precision-aware optimizer).
+``--optimizer muon`` is megatron-core's, whose matrices are spread over the replicas; it needs emerging_optimizers.
 Activations are recomputed as the flags say. Initial weights are this project's, rounded to BF16.
 """
 
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers.megatron_optimizer import on_cpu, on_gpu
+from benchmarks.peers.runs import EMERGING_OPTIMIZERS
 from benchmarks.peers.work import Batch, StepClock, Work, main, peak_gb, report, require
 from fp8_megatron.commands.program import exit_status
 from fp8_megatron.config.checks import ConfigError
@@ -37,7 +40,6 @@ from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.mcore.transformer_config import expert_settings, tell_yarn
 from fp8_megatron.training.batches import masked_mean_loss
-from fp8_megatron.training.schedule import build_scheduler
 
 #: megatron-core's --fp8-recipe by the name of the run; None is BF16.
 FP8_RECIPES = {
@@ -59,6 +61,10 @@ def check(config: Config, recipe: str) -> None:
         require("transformer_engine", "transformer_engine[pytorch]")
     if config.parallel.context_parallel_size > 1:  # megatron-core's own attention shares no sequences
         require("transformer_engine", "transformer_engine[pytorch]")
+    if config.optimizer.optimizer == "muon":
+        require("emerging_optimizers", EMERGING_OPTIMIZERS)
+        if recipe.endswith("-lean"):
+            raise ConfigError(f"--optimizer muon has FP32 state in megatron-core: take another recipe than {recipe}")
     if config.pipeline_layout.is_interleaved or not config.pipeline_layout.is_even:
         raise ConfigError(f"this peer has even pipeline stages without virtual ones, not {config.pipeline_layout.text}")
 
@@ -73,7 +79,7 @@ def train(work: Work, output: Path | None) -> None:
         seed_everything(config.training.seed, device, tensor_parallel_rank=tp_rank, pipeline_rank=topology.pp.rank())
         gpt = _build_model(work, is_first=topology.is_first_stage, is_last=topology.is_last_stage)
         _initialize(work, gpt, tp_rank, topology.tp.size())
-        trained = _on_gpu(work, gpt) if device.type == "cuda" else _on_cpu(work, gpt)
+        trained = on_gpu(work, gpt, FP8_RECIPES[work.recipe]) if device.type == "cuda" else on_cpu(work, gpt)
         batches = work.micro_batches(topology.dp.rank(), topology.sequence_part)
         mask = None if _has_te() and device.type == "cuda" else _causal_mask(config.model.seq_length, device)
         losses: list[Tensor] = []
@@ -247,105 +253,6 @@ def _initialize(work: Work, gpt: torch.nn.Module, tp_rank: int, tp_size: int) ->
         param.copy_(value)
         if hasattr(param, "_high_precision_init_val"):  # what the master of a weight stored in FP8 is made from
             param._high_precision_init_val = value.bfloat16().cpu()
-
-
-def _on_gpu(work: Work, gpt: torch.nn.Module) -> Any:
-    """megatron-core's data parallelism and distributed optimizer around a stage."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.module import Float16Module
-
-    options, is_lean = work.config.optimizer, work.recipe.endswith("-lean")
-    config: Any = gpt.config
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=not is_lean,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        use_distributed_optimizer=True,
-        fp8_param_gather=is_lean,
-        average_in_collective=True,
-    )
-    model = DistributedDataParallel(config, ddp, Float16Module(config, gpt))
-    storage: dict[str, Any] = {}
-    if is_lean:
-        storage = {
-            "use_precision_aware_optimizer": True,
-            "main_grads_dtype": torch.bfloat16,
-            "main_params_dtype": torch.float16,
-            "exp_avg_dtype": torch.uint8,
-            "exp_avg_sq_dtype": torch.float16,
-            "store_param_remainders": False,
-        }
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",  # decouples weight decay by default: AdamW
-            lr=options.lr,
-            min_lr=options.min_lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.adam_beta1,
-            adam_beta2=options.adam_beta2,
-            adam_eps=options.adam_eps,
-            clip_grad=options.clip_grad,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True,
-            overlap_param_gather=True,
-            fp8_recipe=FP8_RECIPES[work.recipe],
-            **storage,
-        ),
-        [model],
-        use_gloo_process_groups=False,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = model.no_sync
-
-    def zero_grad() -> None:
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-
-    return SimpleNamespace(model=model, optimizer=optimizer, zero_grad=zero_grad, scheduler=_scheduler(work, optimizer))
-
-
-def _on_cpu(work: Work, gpt: torch.nn.Module) -> Any:
-    """The textbook loop on a CPU, which megatron-core's optimizers do not support: FP32 masters, torch's AdamW."""
-    if work.world_size > 1:
-        raise ConfigError(f"{work.world_size} ranks: on a CPU this peer runs one, to be tested; start one")
-    options = work.config.optimizer
-    params = [param for param in gpt.parameters() if param.requires_grad]
-    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
-    adamw = torch.optim.AdamW(
-        [{"params": [master], "wd_mult": float(master.ndim > 1)} for master in masters],
-        lr=options.lr,
-        betas=(options.adam_beta1, options.adam_beta2),
-        eps=options.adam_eps,
-    )
-
-    def step() -> None:
-        for param, master in zip(params, masters, strict=True):
-            assert param.grad is not None
-            master.grad = param.grad.float()
-        if options.clip_grad > 0.0:
-            torch.nn.utils.clip_grad_norm_(masters, options.clip_grad)
-        adamw.step()
-        with torch.no_grad():
-            for param, master in zip(params, masters, strict=True):
-                param.copy_(master)
-
-    return SimpleNamespace(
-        model=gpt,
-        optimizer=SimpleNamespace(step=step),
-        zero_grad=lambda: gpt.zero_grad(set_to_none=True),
-        scheduler=_scheduler(work, adamw),
-    )
-
-
-def _scheduler(work: Work, optimizer: Any) -> Any:
-    return build_scheduler(optimizer, work.learning_rate_schedule)
 
 
 def _provide_wgrad_fusion() -> None:

@@ -180,8 +180,10 @@ def check(config: Config, recipe: str) -> None:
     """Refuse configurations that this peer does not support.
 
     Raises:
-        ConfigError: torchao is missing, or the layout is not plain data parallelism.
+        ConfigError: torchao is missing, or the layout is not plain data parallelism, or the optimizer not AdamW.
     """
+    if config.optimizer.optimizer == "muon":
+        raise ConfigError("--optimizer muon: this peer trains with AdamW")
     if FLOAT8_RECIPES[recipe] is not None:
         require("torchao", "torchao")
     parallel = config.parallel

@@ -40,7 +40,7 @@ from fp8_megatron.reporting.flops import model_flops_per_token
 
 Batch = dict[str, Tensor]
 
-_PACKAGES = ("torch", "megatron-core", "transformer_engine", "torchao")
+_PACKAGES = ("torch", "megatron-core", "emerging_optimizers", "transformer_engine", "torchao")
 #: Steps left out of the speed, as in benchmarks/compare.py.
 WARM_UP_STEPS = 5
 
@@ -267,6 +267,7 @@ def _check(config: Config) -> None:
         f"--step-batch-size-schedule {' '.join(training.step_batch_size_schedule)}": bool(
             training.step_batch_size_schedule
         ),
+        f"--optimizer {config.optimizer.optimizer}": config.optimizer.optimizer not in ("adam", "adamw", "muon"),
         f"--decoupled-lr {config.optimizer.decoupled_lr}": config.optimizer.decoupled_lr is not None,
         f"--iterations-to-skip {' '.join(training.iterations_to_skip)}": bool(training.iterations_to_skip),
         f"--mlp-chunks-for-training {training.mlp_chunks_for_training}": training.mlp_chunks_for_training > 1,
@@ -275,4 +276,4 @@ def _check(config: Config) -> None:
         f"--hidden-dropout {config.model.hidden_dropout}": config.model.hidden_dropout > 0.0,
     }
     if refused := [flag for flag, is_asked in asked.items() if is_asked]:
-        raise ConfigError(f"a peer has no {', '.join(refused)}: it trains with AdamW, and does nothing else")
+        raise ConfigError(f"a peer has no {', '.join(refused)}: it trains with AdamW or Muon, and does nothing else")

@@ -90,6 +90,9 @@ def test_peers_train_the_same_work(ranks: RankPool, tmp_path: Path, style: str) 
         (megatron_te, "bf16", FULL | {"mlp_chunks_for_training": 2}, "a peer has no --mlp-chunks-for-training 2"),
         (torchao_fsdp2, "torch-bf16", LLAMA | {"rotary_interleaved": True}, "leave --rotary-interleaved out"),
         (torchao_fsdp2, "torch-bf16", {"recompute_granularity": "selective"}, "leave --recompute-granularity out"),
+        (megatron_te, "bf16", {"optimizer": "lion"}, "a peer has no --optimizer lion: it trains with AdamW or Muon"),
+        (megatron_te, "bf16", {"optimizer": "muon"}, "Emerging-Optimizers@v0.3.1 is not installed: pip install git+"),
+        (torchao_fsdp2, "torch-bf16", {"optimizer": "muon"}, "--optimizer muon: this peer trains with AdamW"),
         (megatron_te, "te-delayed", {}, "transformer_engine[pytorch] is not installed: pip install"),
         (torchao_fsdp2, "torchao-rowwise", {}, "torchao is not installed: pip install torchao"),
     ],
@@ -104,7 +107,7 @@ def test_what_a_peer_lacks_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     find_spec = importlib.util.find_spec
-    missing = ("transformer_engine", "torchao")
+    missing = ("transformer_engine", "torchao", "emerging_optimizers")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
     monkeypatch.setattr(sys, "argv", ["peer", "--recipe", recipe, "--", *tiny_flags(tmp_path, **{**RUN, **changed})])
     monkeypatch.setitem(os.environ, "RANK", "0")
