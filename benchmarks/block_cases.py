@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from fused_cases import rotating
 from kernel_timing import Case, Rotating
 from torch import Tensor
 
+from fp8_megatron.activation_functions import Activation
 from fp8_megatron.dtypes import E4M3, GEMM_BLOCK, GRAD_BLOCK
 from fp8_megatron.kernels import ops
 
@@ -40,6 +42,39 @@ def casts(device: torch.device, m: int, k: int) -> Iterator[Case]:
     tiles = Rotating(lambda: ops.quantize_tiles(x(0), E4M3)[0])
     scales = ops.quantize_tiles(x(0), E4M3)[1]
     yield Case(f"transpose_tiles {at}", lambda i: ops.transpose_tiles(tiles(i), scales), (2 + 2 * _PER_TILE) * n)
+
+
+def fused(device: torch.device, tokens: int, hidden: int, width: int, kind: str) -> Iterator[Case]:
+    """Norm and activation with an output of [tokens, width], cast into blocks in the same pass; and backward."""
+    n, at = tokens * hidden, f"{tokens}×{hidden}"
+    x, weight = rotating(device, tokens, hidden), torch.ones(hidden, device=device, dtype=torch.bfloat16)
+    yield Case(
+        f"RMSNorm → E4M3, blocks {at}",
+        lambda i: ops.norm_quantize_blocks(x(i), weight, None, E4M3, eps=1e-5, rms=True),
+        (2 + 1 + _PER_BLOCK) * n + 4 * tokens,
+    )
+    _, _, mean, rstd = ops.norm_quantize_blocks(x(0), weight, None, E4M3, eps=1e-5, rms=True)
+    yield Case(
+        f"RMSNorm again → E4M3 transposed, blocks {at}",
+        lambda i: ops.norm_requantize_blocks(x(i), weight, None, mean, rstd, E4M3),
+        (2 + 1 + _PER_BLOCK) * n + 4 * tokens,
+    )
+    function = Activation(kind)
+    inputs, title, n, at = function.row.num_inputs, function.row.title, tokens * width, f"{tokens}×{width}"
+    z, grad = rotating(device, tokens, inputs * width), rotating(device, tokens, width)
+    yield Case(
+        f"{title} → E4M3, blocks {at}",
+        lambda i: ops.activation_quantize_blocks(z(i), function, E4M3),
+        (2 * inputs + 1 + _PER_BLOCK) * n,
+    )
+    for sums, column_sums in (("", False), (", bias sums", True)):
+        yield Case(
+            f"{title} backward → E4M3 both layouts{sums}, blocks {at}",
+            lambda i, column_sums=column_sums: ops.activation_backward_quantize_blocks(
+                grad(i), z(i), function, E4M3, column_sums=column_sums
+            ),
+            (2 + 2 * inputs + (2 * inputs + 1) * (1 + _PER_BLOCK)) * n + 4 * inputs * width * column_sums,
+        )
 
 
 def gemms(device: torch.device, tokens: int, outputs: int, inputs: int) -> Iterator[Case]:

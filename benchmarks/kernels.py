@@ -70,7 +70,7 @@ SECTIONS = (
         "optimizer",
         "gemms",
     ),
-    *("grouped_gemms", "block_casts", "block_gemms", LINEAR, HEAD, NANOGPT),
+    *("grouped_gemms", "block_casts", "block_fused", "block_gemms", LINEAR, HEAD, NANOGPT),
 )
 
 
@@ -116,6 +116,9 @@ def cases(section: str, device: torch.device, log2_elements: int) -> Iterator[Ca
         case "block_casts":
             for m, k in CAST_SHAPES:
                 yield from block_cases.casts(device, m, k)
+        case "block_fused":
+            yield from block_cases.fused(device, TOKENS, HIDDEN, 14336, "swiglu")
+            yield from block_cases.fused(device, TOKENS, HIDDEN, FFN, "gelu")
         case "block_gemms":
             for outputs, inputs in (*((n, k) for _, n, k in GEMMS), *LLAMA_LAYERS):
                 yield from block_cases.gemms(device, TOKENS, outputs, inputs)

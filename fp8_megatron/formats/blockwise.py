@@ -50,6 +50,7 @@ class Blocks(_BlockScaled):
     """128 elements along K share a scale: FP32 [K / 128, M]."""
 
     shares: ClassVar[str] = "1×128"
+    fuses: ClassVar[bool] = True
     takes_groups: ClassVar[bool] = True
     scale_dims: ClassVar[tuple[int, int]] = (1, 0)
 

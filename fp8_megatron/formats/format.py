@@ -33,8 +33,8 @@ class Format(ABC):
             ranks' parts.
         takes_scale: a matrix can be cast with a scale that was known before: a delayed one, or one from the amax that
             the optimizer took of a weight.
-        fuses: kernels that compute and cast in one pass write it: a norm, an activation, their gradients, a GEMM. For
-            the others the result is computed in 16 bits (`quantization.unfused`) and then cast.
+        fuses: kernels that compute and cast in one pass write it: a norm, an activation and its gradient. For the
+            others the result is computed in 16 bits (`quantization.unfused`) and then cast.
         shares_amax: ranks that hold parts of a matrix agree on its amax.
         takes_row_scales: each row of an output gradient may have a scale beside the format's own, as of an LM head.
         transpose_keeps_scale: the transpose has the same payload elements, so that it can be made from the first

@@ -62,8 +62,7 @@ class CastProbe:
             self._measure_qkv(source, operand)
             return
         step = row_step(*operand.payload.shape)
-        is_of_experts = isinstance(source, ExpertActivationSource | ExpertActivationGradSource)
-        value = _rows(source, step, fused=operand.format.fuses or is_of_experts)
+        value = _rows(source, step, fused=operand.format.fuses)
         payload, scales = operand.payload[::step], operand.format.row_scales(operand, step)
         if isinstance(source, ExpertActivationSource | ExpertActivationGradSource):
             value, payload, scales = _without_unwritten(value, payload, scales, step, source.offsets)

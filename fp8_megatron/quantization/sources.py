@@ -1,8 +1,8 @@
 """Sources of a cast: a tensor, or a computation whose result becomes FP8 without being written in 16 bits first.
 
 A `recipe.Quantizer` decides where the scale comes from and asks its source for the cast. The kernels that compute and
-cast in one pass write one scale for the whole tensor. For other formats the computation runs in 16 bits (`unfused`) and
-its result is then cast.
+cast in one pass write one scale for the whole tensor, or scales of blocks. For formats without such kernels
+(`Format.fuses`) the computation runs in 16 bits (`unfused`), and its result is then cast.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class QKVGradSource:
         return [ops.decode(grad, scale) for grad, scale in zip(self.grads, self.grad_scales, strict=True)]
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastGrad:
-        if not format.fuses:
+        if not format.takes_scale:
             return GradSource(self.joined(), column_sums=self.column_sums).quantize(format, None)
         settings: dict[str, Any] = dict(
             scale=scale, power_of_two=format.power_of_two, amax_out=amax_out, column_sums=self.column_sums
@@ -172,23 +172,25 @@ class NormSource:
         if not format.fuses:
             value, mean, rstd = unfused.norm(self.x, self.weight, self.bias, eps=self.eps, rms=self.rms)
             return CastNorm(format.cast(value), NormStatistics(mean, rstd, None))
-        payload, taken, mean, rstd = ops.norm_quantize(
-            self.x,
-            self.weight,
-            self.bias,
-            format.dtype,
-            eps=self.eps,
-            rms=self.rms,
-            scale=scale,
-            power_of_two=format.power_of_two,
-            amax_out=amax_out,
-        )
+        settings: dict[str, Any] = dict(eps=self.eps, rms=self.rms, power_of_two=format.power_of_two)
+        operands = (self.x, self.weight, self.bias, format.dtype)
+        if not format.takes_scale:
+            payload, scales, mean, rstd = ops.norm_quantize_blocks(*operands, **settings)
+            return CastNorm(Quantized(payload, None, scales, format), NormStatistics(mean, rstd, None))
+        payload, taken, mean, rstd = ops.norm_quantize(*operands, scale=scale, amax_out=amax_out, **settings)
         used = taken if scale is None else scale
         return CastNorm(Quantized(payload, None, used, format), NormStatistics(mean, rstd, used))
 
     def again(self, statistics: NormStatistics, format: Format, *, transposed: bool) -> Quantized:
         """Repeat the cast bit for bit: only the rows [T, K], or with `transposed` only the columns [K, T]."""
         mean, rstd, scale = statistics
+        if scale is None and format.fuses:
+            if not transposed:
+                return self.quantize(format, None).operand
+            payload_t, scales_t = ops.norm_requantize_blocks(
+                *(self.x, self.weight, self.bias, mean, rstd, format.dtype), power_of_two=format.power_of_two
+            )
+            return Quantized(None, payload_t, scales_t, format, scales_t)
         if scale is None:
             value = unfused.norm_of_statistics(self.x, self.weight, self.bias, mean, rstd)
             return format.cast(value, rowwise=not transposed, transposed=transposed)
@@ -211,6 +213,11 @@ class ActivationSource:
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
         if not format.fuses:
             return format.cast(unfused.activated(self.z, self.activation))
+        if not format.takes_scale:
+            payload, scales = ops.activation_quantize_blocks(
+                self.z, self.activation, format.dtype, power_of_two=format.power_of_two
+            )
+            return Quantized(payload, None, scales, format)
         payload, taken = ops.activation_quantize(
             self.z, self.activation, format.dtype, scale=scale, power_of_two=format.power_of_two, amax_out=amax_out
         )
@@ -236,6 +243,8 @@ class ActivationGradSource:
         return ops.activation_backward_amax(self.grad, self.z, self.activation)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastActivationGrad:
+        if self.activation_scale is None and format.fuses:
+            return self._quantize_blocks(format)
         if self.activation_scale is None:
             value = unfused.activated(self.z, self.activation)
             operand = self.activation_format.cast(value, rowwise=False, transposed=True)
@@ -258,6 +267,19 @@ class ActivationGradSource:
         return CastActivationGrad(
             Quantized(payload, payload_t, taken if scale is None else scale, format),
             Quantized(None, activation_t, self.activation_scale, self.activation_format),
+            sums if self.column_sums else None,
+        )
+
+    def _quantize_blocks(self, format: Format) -> CastActivationGrad:
+        assert self.activation_format == format, (self.activation_format, format)
+        payload, scales, payload_t, scales_t, activation_t, its_scales, sums = ops.activation_backward_quantize_blocks(
+            *(self.grad, self.z, self.activation, format.dtype),
+            column_sums=self.column_sums,
+            power_of_two=format.power_of_two,
+        )
+        return CastActivationGrad(
+            Quantized(payload, payload_t, scales, format, scales_t),
+            Quantized(None, activation_t, its_scales, format, its_scales),
             sums if self.column_sums else None,
         )
 

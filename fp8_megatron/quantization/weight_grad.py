@@ -151,7 +151,7 @@ class WeightGrad(NamedTuple):
         assert self.scale is not None
         history, slot = self.scale
         if self.total is None:
-            assert self.g_t.format.fuses, self.g_t.format
+            assert self.g_t.format.takes_scale, self.g_t.format
             ops.scaled_mm_to_fp8_(
                 out,
                 history.written_amax_of(slot),

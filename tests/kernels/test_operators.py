@@ -55,6 +55,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     qkv = [torch.randn(T // 4, 4, 2, width).bfloat16() for width in (32, 16, 16)]
     turns = torch.randn(T // 4, 2, 4), torch.randn(T // 4, 2, 8)
     rotations = ops.Rotation(turns[0], 16, False), ops.Rotation(turns[1], 16, True)
+    wide_x, wide_weight = torch.randn(T, 256).bfloat16(), torch.rand(256).bfloat16()
     small = torch.rand(16).bfloat16()
     qk_norms = ops.QKNorm(small, small, None, None, 1e-5, True), ops.QKNorm(small, small, small, small, 1e-5, False)
     labels, none = torch.randint(K, (T,)), torch.empty(0)
@@ -117,6 +118,14 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (x, weight, None, none, vector, scale, E4M3, True),
             (x, weight, weight, vector, vector, scale, E4M3, False),
         ],
+        "norm_quantize_blocks": [
+            (wide_x, wide_weight, None, E4M3, 1e-5, True, True),
+            (wide_x, wide_weight, wide_weight, E4M3, 1e-5, False, False),
+        ],
+        "norm_requantize_blocks": [
+            (wide_x, wide_weight, None, none, vector, E4M3, True),
+            (wide_x, wide_weight, wide_weight, vector, vector, E4M3, False),
+        ],
         "norm_amax_scaled": [(x, weight, None, none, vector, vector), (x, weight, weight, vector, vector, vector)],
         "norm_quantize_scaled": [
             (x, weight, None, none, vector, vector, E4M3, None, False, True),
@@ -136,6 +145,18 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "activation_backward_quantize": [
             (x, inputs, function, E5M2, given, False, None if given is None else amax, E4M3, scale, given is None)
             for (function, inputs), given in zip(activations, cycle((None, scale)), strict=False)
+        ],
+        "activation_quantize_blocks": [(wide_x, Activation(kind), E4M3, row.is_gated) for kind, row in KINDS.items()],
+        "activation_backward_quantize_blocks": [
+            (
+                wide_x[:, : 256 // row.num_inputs].contiguous(),
+                wide_x,
+                Activation(kind),
+                E4M3,
+                row.is_gated,
+                row.is_gated,
+            )
+            for kind, row in KINDS.items()
         ],
         "routed_rows": [(_routing_map(), 4 * 128, 2), (_routing_map(), 3 * 128, 3)],
         "gather_rows": [

@@ -6,11 +6,14 @@ one (24.5 dB). Bounds are those powers added over the GEMMs on the way, less 1 d
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_megatron.activation_functions import Activation
 from fp8_megatron.formats.recipes import RecipeName
@@ -294,3 +297,38 @@ def test_backward_keeps_the_input_and_z_only() -> None:
         )
     tokens = SEQ * BATCH
     assert sum(tensor.nbytes for tensor in kept) == 2 * tokens * (HIDDEN + WIDE) + 4 * tokens + 8
+
+
+class TorchsKernels(TorchDispatchMode):
+    """Calls of torch's own operators that write something larger than a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        is_large = isinstance(result, Tensor) and result.numel() >= SEQ * BATCH * HIDDEN
+        if func.namespace == "aten" and is_large and not is_view and "empty" not in func._schema.name:
+            self.names[func._schema.name] += 1
+        return result
+
+
+@RECIPES
+def test_nothing_is_written_between_a_computation_and_its_cast(recipe: RecipeName) -> None:
+    """Norms, activation and rotation, forward and backward, are no kernels of torch beside those of the casts."""
+    x = leaf(normal(SEQ, BATCH, HIDDEN, seed=1, size=2.0))[0]
+    norm = NormParams(leaf(normal(HIDDEN, seed=2, size=1.0))[0], None, 1e-5, True)
+    qkv, fc1, fc2 = (
+        LinearParams(fp8_weight(rows, columns, seed=rows)[0], None, quantizers(recipe))
+        for rows, columns in ((GROUPS * sum(WIDTHS), HIDDEN), (2 * WIDE, HIDDEN), (HIDDEN, WIDE))
+    )
+    rotation = ops.Rotation(cos_sin_table(rope_frequencies(16, 10000), SEQ), 16, False)
+    shapes = (*((SEQ, BATCH, GROUPS, width) for width in WIDTHS), (SEQ, BATCH, HIDDEN))
+    cotangents = [normal(*shape, seed=9, size=1.0).bfloat16() for shape in shapes]
+    with TorchsKernels() as found:
+        *parts, residual = fp8_norm_qkv(x, norm, qkv, WIDTHS, rotation)
+        y, _ = fp8_norm_mlp(residual, norm, fc1, fc2, Activation("swiglu"), adds_input=True)
+        torch.autograd.backward([*parts, y], cotangents)
+    assert set(found.names) == {"aten::clone"}, "more than the copies of `KeptGrads`"

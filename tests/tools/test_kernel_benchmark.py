@@ -99,6 +99,8 @@ def all_cases(benchmark: Any) -> Iterator[Any]:
     yield from kernels.blockwise(CPU, 2**16)
     yield from kernels.optimizer(CPU, 2**16)
     yield from benchmark["block_cases"].casts(CPU, 512, 512)
+    yield from benchmark["block_cases"].fused(CPU, 512, 512, 256, "swiglu")
+    yield from benchmark["block_cases"].fused(CPU, 256, 512, 512, "gelu")
 
 
 def test_bytes_are_the_operands(benchmark: Any) -> None:

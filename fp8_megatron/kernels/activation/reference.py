@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...activation_functions import KINDS, Activation
 from ...dtypes import FP8_DTYPES
+from ..quantize.blocks import blocks_like, check_block_columns, quantize_blocks
 from ..quantize.reference import quantize_with_or_without_scale
 from ..reference import amax, encode
 from ..registration import operator
@@ -134,3 +135,66 @@ def activation_backward_quantize(
     activation_t = encode(activated(z, activation), activation_scale, activation_dtype).t().contiguous()
     sums = grad_z.sum(dim=0) if column_sums else grad_z.new_empty(0)
     return payload, payload.t().contiguous(), activation_t, sums, taken
+
+
+def _check_blocks(z: Tensor, activation: Activation, dtype: torch.dtype) -> None:
+    _check_activation(z, activation, dtype)
+    check_block_columns(z.shape[1] // activation.row.num_inputs, "an activation")
+
+
+@operator(
+    gpu=".blocks_triton",
+    fake=lambda z, activation, dtype: blocks_like(z, (len(z), z.shape[1] // activation.row.num_inputs), dtype),
+    check=_check_blocks,
+)
+def activation_quantize_blocks(
+    z: Tensor, activation: Activation, dtype: torch.dtype, *, power_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`activation_quantize` with a scale for each block of 128 along a row.
+
+    Returns:
+        payload [T, F], T a multiple of 16 and F of 128; its scales FP32 [F / 128, T], as `quantize.blocks` lays them
+        out.
+    """
+    payload, scales, *_ = quantize_blocks(activated(z, activation), dtype, power_of_two=power_of_two)
+    return payload, scales
+
+
+def _check_grad_blocks(grad: Tensor, z: Tensor, activation: Activation, dtype: torch.dtype) -> None:
+    _check_grad(grad, z, activation)
+    _check_blocks(z, activation, dtype)
+
+
+@operator(
+    gpu=".blocks_triton",
+    fake=lambda grad, z, dtype, column_sums: (
+        *blocks_like(z, z.shape, dtype),
+        *blocks_like(z, z.shape[::-1], dtype),
+        *blocks_like(z, grad.shape[::-1], dtype),
+        fp32(z, z.shape[1] if column_sums else 0),
+    ),
+    check=_check_grad_blocks,
+)
+def activation_backward_quantize_blocks(
+    grad: Tensor,
+    z: Tensor,
+    activation: Activation,
+    dtype: torch.dtype,
+    *,
+    column_sums: bool,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`activation_backward_quantize` with scales of blocks, each layout with its own.
+
+    Args:
+        grad: gradient of the activation, [T, F], T a multiple of 16 and F of 128.
+
+    Returns:
+        The gradient of z [T, Z] and its scales FP32 [Z / 128, T]; its transpose [Z, T] and that one's scales
+        [⌈T / 128⌉, Z]; the activation [F, T] and its scales [⌈T / 128⌉, F]; column sums FP32 [Z] (or empty).
+    """
+    settings = dict(transposed=True, power_of_two=power_of_two)
+    *grads, sums = quantize_blocks(grad_of_input(grad, z, activation), dtype, column_sums=column_sums, **settings)
+    _, _, activation_t, its_scales, _ = quantize_blocks(activated(z, activation), dtype, rowwise=False, **settings)
+    payload, scales, payload_t, scales_t = grads
+    return payload, scales, payload_t, scales_t, activation_t, its_scales, sums

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...activation_functions import KINDS, Activation
-from ...dtypes import FP8_DTYPES, GEMM_BLOCK, GROUP_ROWS
+from ...dtypes import FP8_DTYPES, GROUP_ROWS
 from ..activation.reference import activated, grad_of_input
-from ..quantize.blocks import block_scales_shape, quantize_blocks
+from ..quantize.blocks import blocks_like, check_block_columns, quantize_blocks
 from ..quantize.reference import quantize_with_or_without_scale
 from ..reference import amax, encode
 from ..registration import operator
@@ -155,9 +155,7 @@ def expert_activation_backward_quantize(
 def _check_width(activation: Activation, z: Tensor, probs: Tensor, dtype: torch.dtype) -> None:
     _check_activation(z, probs, activation)
     assert dtype in FP8_DTYPES, dtype
-    width = z.shape[1] // activation.row.num_inputs
-    if width % GEMM_BLOCK:
-        raise ValueError(f"an expert's activation in blocks has a multiple of {GEMM_BLOCK} columns, not {width}")
+    check_block_columns(z.shape[1] // activation.row.num_inputs, "an expert's activation")
 
 
 def _check_width_of_grad(grad: Tensor, z: Tensor, probs: Tensor, activation: Activation, dtype: torch.dtype) -> None:
@@ -165,13 +163,9 @@ def _check_width_of_grad(grad: Tensor, z: Tensor, probs: Tensor, activation: Act
     _check_width(activation, z, probs, dtype)
 
 
-def _blocks(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return like.new_empty((rows, columns), dtype=dtype), fp32(like, *block_scales_shape(rows, columns))
-
-
 @operator(
-    gpu=".activation_blocks_triton",
-    fake=lambda z, activation, dtype: _blocks(z, len(z), z.shape[1] // activation.row.num_inputs, dtype),
+    gpu=".activation_triton",
+    fake=lambda z, activation, dtype: blocks_like(z, (len(z), z.shape[1] // activation.row.num_inputs), dtype),
     check=_check_width,
 )
 def expert_activation_quantize_blocks(
@@ -194,11 +188,11 @@ def expert_activation_quantize_blocks(
 
 
 @operator(
-    gpu=".activation_blocks_triton",
+    gpu=".activation_triton",
     fake=lambda grad, z, dtype: (
-        *_blocks(z, len(z), z.shape[1], dtype),
-        *_blocks(z, z.shape[1], len(z), dtype),
-        *_blocks(z, grad.shape[1], len(z), dtype),
+        *blocks_like(z, z.shape, dtype),
+        *blocks_like(z, z.shape[::-1], dtype),
+        *blocks_like(z, grad.shape[::-1], dtype),
         fp32(z, len(z)),
     ),
     check=_check_width_of_grad,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...activation_functions import Activation
+from ..activation.blocks_triton import backward_quantize_rows_in_blocks, quantize_rows_in_blocks
 from ..activation.triton import ExpertRows, amax_of_rows, backward_quantize_rows, quantize_rows
 
 
@@ -57,3 +58,25 @@ def expert_activation_backward_quantize(
     """
     cast = (dtype, scale, power_of_two, amax_out, activation_dtype, activation_scale)
     return backward_quantize_rows(grad, z, activation, *cast, False, ExpertRows(probs, offsets))
+
+
+def expert_activation_quantize_blocks(
+    z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation, dtype: torch.dtype, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """`activation_reference.expert_activation_quantize_blocks` in one launch."""
+    return quantize_rows_in_blocks(z, activation, dtype, power_of_two, ExpertRows(probs, offsets))
+
+
+def expert_activation_backward_quantize_blocks(
+    grad: Tensor,
+    z: Tensor,
+    probs: Tensor,
+    offsets: Tensor,
+    activation: Activation,
+    dtype: torch.dtype,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`activation_reference.expert_activation_backward_quantize_blocks`: one launch, and one that adds up the blocks'
+    gradients of probabilities."""
+    experts = ExpertRows(probs, offsets)
+    return backward_quantize_rows_in_blocks(grad, z, activation, dtype, False, power_of_two, experts)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import FP8_DTYPES
+from ..quantize.blocks import blocks_like, check_block_columns, quantize_blocks
 from ..quantize.reference import quantize_grad_output, quantize_with_or_without_scale
 from ..reference import amax, encode
 from ..registration import operator
@@ -103,6 +104,59 @@ def norm_requantize(
     """Recompute the payload of `norm_quantize` from its statistics and scale: [T, K], or with `transposed` [K, T]."""
     quantized = encode(_affine(_normalized(x, mean, rstd), weight, bias), scale, dtype)
     return quantized.t().contiguous() if transposed else quantized
+
+
+def _check_blocks(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    _check_norm_cast(x, weight, dtype)
+    check_block_columns(x.shape[1], "a norm")
+
+
+@operator(
+    gpu=".blocks_triton",
+    fake=lambda x, dtype, rms: (*blocks_like(x, x.shape, dtype), fp32(x, 0 if rms else len(x)), fp32(x, len(x))),
+    check=_check_blocks,
+)
+def norm_quantize_blocks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    eps: float,
+    rms: bool,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`norm_quantize` with a scale for each block of 128 along a row.
+
+    Returns:
+        payload [T, K], T a multiple of 16 and K of 128; its scales FP32 [K / 128, T], as `quantize.blocks` lays them
+        out; mean (empty under `rms`) and rstd, FP32 [T].
+    """
+    mean, rstd = statistics(x, eps, rms)
+    y = _affine(_normalized(x, mean, rstd), weight, bias)
+    payload, scales, *_ = quantize_blocks(y, dtype, power_of_two=power_of_two)
+    return payload, scales, mean, rstd
+
+
+@operator(
+    gpu=".blocks_triton",
+    fake=lambda x, dtype: blocks_like(x, x.shape[::-1], dtype),
+    check=_check_blocks,
+)
+def norm_requantize_blocks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dtype: torch.dtype,
+    *,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The transpose [K, T] of the norm that `norm_quantize_blocks` cast, from its statistics, and the scales of its own
+    blocks [⌈T / 128⌉, K]."""
+    y = _affine(_normalized(x, mean, rstd), weight, bias)
+    return quantize_blocks(y, dtype, rowwise=False, transposed=True, power_of_two=power_of_two)[2:4]
 
 
 def _check_rows(x: Tensor, rstd: Tensor, row_scales: Tensor) -> None:

@@ -48,7 +48,7 @@ _NUM_WARPS = 4
 _ELEMENTS = 8192
 #: Programs that stay and take one row after another, the next ones loaded ahead.
 _FORWARD_ELEMENTS = 4096
-_STAGES = 3
+STAGES = 3
 #: Backward: rows of this length and longer are added up as they come, shorter ones when all are done.
 _FLAT_FROM = 4096
 _FLAT_ELEMENTS, _BACKWARD_ELEMENTS = 8192, 4096
@@ -58,7 +58,7 @@ _TILE_K = 64
 
 
 @triton.jit
-def _normalize(value, w, b, mask, K, eps, RMS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr):
+def normalize(value, w, b, mask, K, eps, RMS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr):
     """(y, mean, rstd) of some rows, FP32."""
     if RMS:
         mean = tl.zeros([value.shape[0]], tl.float32)
@@ -90,7 +90,7 @@ def _norm_amax(
         rows = start + tl.arange(0, ROWS)[:, None]
         mask = (rows < T) & (columns < K)
         value = load_inside(x + rows.to(tl.int64) * K + columns, mask, False).to(tl.float32)
-        y, _, _ = _normalize(value, w, b, mask, K, eps, RMS, HAS_BIAS, False)
+        y, _, _ = normalize(value, w, b, mask, K, eps, RMS, HAS_BIAS, False)
         largest = larger_magnitude(largest, tl.where(mask, y, 0.0))
     tl.store(partials + tl.program_id(0), tl.max(magnitude_bits(largest)))
 
@@ -119,7 +119,7 @@ def _norm_quantize(
         if not EVEN:
             mask = (rows < T)[:, None] & (columns < K)
         value = load_inside(x + base + offsets, mask, EVEN).to(tl.float32)
-        y, mean, rstd = _normalize(value, w, b, mask, K, eps, RMS, HAS_BIAS, EVEN)
+        y, mean, rstd = normalize(value, w, b, mask, K, eps, RMS, HAS_BIAS, EVEN)
         if not RMS:
             tl.store(mean_out + rows, mean, mask=rows < T)
         tl.store(rstd_out + rows, rstd, mask=rows < T)
@@ -138,7 +138,7 @@ def _norm_quantize(
                 for start in range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS):
                     inside = ((start + lane) < T)[:, None] & (columns < K)
                     again = load_inside(x + tl.cast(start, tl.int64) * K + offsets, inside, False).to(tl.float32)
-                    y, _, _ = _normalize(again, w, b, inside, K, eps, RMS, HAS_BIAS, False)
+                    y, _, _ = normalize(again, w, b, inside, K, eps, RMS, HAS_BIAS, False)
                     count += num_clamped(tl.where(inside, y, 0.0), inverse, FP_MAX)
                 add_clamped(amax_out, tl.sum(count))
             if tl.program_id(0) == 0:
@@ -369,6 +369,16 @@ def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: b
     return partials_to_amax(*_partial_amaxes(x.contiguous(), weight, bias, eps, rms))
 
 
+def forward_shape(T: int, K: int) -> tuple[int, int, bool, int, int]:
+    """How programs take whole rows: rows at a time, the columns they cover, whether all lie inside, programs of a
+    multiprocessor, and warps."""
+    rows, block = _block(K, _FORWARD_ELEMENTS)
+    is_even = block == K and T % rows == 0
+    # As many as a multiprocessor has registers for: any further programs would run after the others, not beside them.
+    programs = 1 if block > _FORWARD_ELEMENTS else 3 if is_even else 2
+    return rows, block, is_even, programs, 4 if block <= _FORWARD_ELEMENTS else 16
+
+
 def norm_quantize(
     x: Tensor,
     weight: Tensor,
@@ -383,10 +393,7 @@ def norm_quantize(
     """`reference.norm_quantize`: one launch with a given scale, two under current scaling."""
     x = x.contiguous()
     T, K = x.shape
-    rows, block = _block(K, _FORWARD_ELEMENTS)
-    is_even = block == K and T % rows == 0
-    # As many as a multiprocessor has registers for: any further programs would run after the others, not beside them.
-    a_multiprocessor = 1 if block > _FORWARD_ELEMENTS else 3 if is_even else 2
+    rows, block, is_even, a_multiprocessor, num_warps = forward_shape(T, K)
     most = a_multiprocessor * num_multiprocessors(x.device.index)
     payload = torch.empty((T, K), dtype=dtype, device=x.device)
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
@@ -398,7 +405,7 @@ def norm_quantize(
     _norm_quantize[(min(cdiv(T, rows), most),)](
         x, weight, bias if has_bias else weight, payload, used, partials, used if amax_out is None else amax_out,
         mean, rstd, T, K, eps, num_partials, MAX_FINITE[dtype], current, power_of_two, recorded(amax_out), rms,
-        has_bias, is_even, rows, block, _STAGES, MAX_PARTIALS, num_warps=4 if block <= _FORWARD_ELEMENTS else 16,
+        has_bias, is_even, rows, block, STAGES, MAX_PARTIALS, num_warps=num_warps,
         enable_fp_fusion=True,
     )  # fmt: skip
     return payload, taken, mean, rstd
@@ -539,7 +546,7 @@ def norm_backward(
     grad_x = torch.empty_like(x)
     sums = torch.empty((2 if has_bias else 1, programs, K), dtype=torch.float32, device=x.device)
     has_residual = residual_grad is not None
-    stages = _STAGES if block <= 8192 and len(grad) == 1 else 2
+    stages = STAGES if block <= 8192 and len(grad) == 1 else 2
     _norm_backward[(programs,)](
         grad, residual_grad.contiguous() if residual_grad is not None else grad, x, weight, mean, rstd, grad_x,
         sums[0], sums[-1], T, K, mean.numel() == 0, has_bias, has_residual, block == K and T % rows == 0, is_flat,

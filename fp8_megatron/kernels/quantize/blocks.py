@@ -14,6 +14,8 @@ Scales are laid out for cuBLASLt ("128-element 1D and 128x128 2D block scaling" 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,9 +39,25 @@ def tile_scales_shape(rows: int, columns: int) -> tuple[int, int]:
     return cdiv(rows, GEMM_BLOCK), round_up(cdiv(columns, GEMM_BLOCK), TILE_SCALES_MULTIPLE)
 
 
+def blocks_like(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A cast of `shape`, rows and columns, in blocks without values, on `like`'s device: payload and scales."""
+    rows, columns = shape
+    return payload_like(like, shape, dtype), fp32(like, *block_scales_shape(rows, columns))
+
+
+def check_block_columns(columns: int, what: str) -> None:
+    """Refuse a width that kernels which compute and cast into blocks do not take.
+
+    Raises:
+        ValueError: not a multiple of 128.
+    """
+    if columns % GEMM_BLOCK:
+        raise ValueError(f"{what} in blocks has a multiple of {GEMM_BLOCK} columns, not {columns}")
+
+
 def _blocks(x: Tensor, dtype: torch.dtype, *, wanted: bool) -> tuple[Tensor, Tensor]:
     """A cast of `x` without values; empty unless `wanted`."""
-    return payload_like(x, x.shape, dtype, wanted=wanted), fp32(x, *(block_scales_shape(*x.shape) if wanted else (0,)))
+    return blocks_like(x, x.shape, dtype) if wanted else (payload_like(x, (0,), dtype), fp32(x, 0))
 
 
 def _tiles(w: Tensor, dtype: torch.dtype, *, wanted: bool = True) -> tuple[Tensor, Tensor]:

@@ -111,6 +111,19 @@ def _cast_rows(
 
 
 @triton.jit
+def cast_block_rows(
+    values, payload, scales, rows, block, M, K,
+    FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The block `block` of some rows [R, 1], given as FP32 [R, BLOCK] → payload [M, K] and scales [K / BLOCK, M]."""
+    scale = scale_from_amax_bits(tl.max(magnitude_bits(values), axis=1, keep_dims=True), FP_MAX, POWER_OF_TWO)
+    columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    encoded = encode(values, reciprocal(scale), FP_MAX, payload.dtype.element_ty)
+    _store_inside(payload + rows.to(tl.int64) * K + columns, encoded, rows < M, EVEN)
+    _store_inside(scales + tl.cast(block, tl.int64) * M + rows, scale, rows < M, EVEN)
+
+
+@triton.jit
 def _cast_columns(
     x, payload_t, scales_t, sums, M, K, tile_m, part_k,
     FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, SUM_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
