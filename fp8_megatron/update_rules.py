@@ -19,6 +19,7 @@ class RuleEntry:
         place: module and class in `optimizer.rules`.
         options: what the rule reads of a param group beside ``lr`` and ``weight_decay``, with the trainer's defaults.
         stands_for: optimizers that `initialize` recognises.
+        copied: those that are copied from project to project as a file, by the names of their classes alone.
         holds_squares: some state averages squares of gradients.
         split_place: of the rule over a split master; None: there is none.
         settings: for an option, the trainer's settings that give it. Others are given by ``--optimizer-options``.
@@ -29,6 +30,7 @@ class RuleEntry:
     place: str
     options: Mapping[str, Any]
     stands_for: tuple[str, ...]
+    copied: tuple[str, ...] = ()
     holds_squares: bool = False
     split_place: str | None = None
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -76,6 +78,7 @@ _MUON = RuleEntry(
         }
     ),
     stands_for=("torch.optim.Muon",),
+    copied=("Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam", "MuonAdamW"),
     holds_squares=True,
     split_place="muon.Muon",
     settings=MappingProxyType(

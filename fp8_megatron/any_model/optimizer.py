@@ -170,7 +170,7 @@ class FP8Optimizer(SpaceOptimizer):
         index = len(self._added)
         if index >= len(self._rules) and not self.defaults:
             raise OptimizerError(
-                "initialize had several optimizers, and no group says whose it is: add it before initialize"
+                "initialize had several optimizers or rules, and no group says whose it is: add it before initialize"
             )
         super().add_param_group(param_group)
         try:

@@ -55,14 +55,14 @@ class UserOptimizers:
         each = tuple(given) if isinstance(given, Sequence) else (given,)
         if not each:
             raise OptimizerError("optimizer is empty: give one, or a list such as [Muon(…), AdamW(…)]")
-        named = [(one, _rule_of(one)) for one in each]
+        rules = [rule for one in each for rule in _rules_of(one)]
         for hooks in _HOOKS:
             if sum(bool(getattr(one, hooks)) for one in each) > 1:
                 raise OptimizerError(
                     f"several of the optimizers have hooks ({hooks}), and one takes their place: register them on the "
                     f"optimizer that initialize returns"
                 )
-        return cls(each, tuple(rule for one, rule in named for _ in one.param_groups))
+        return cls(each, tuple(rules))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ class UserOptimizers:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """For options that a group does not have. Several optimizers have none: their groups are complete."""
+        """For options that a group does not have. Several optimizers, or rules, have none: groups are complete."""
         return dict(self.each[0].defaults) if len(self.each) == 1 else {}
 
     def check_shares(self, names: Mapping[torch.nn.Parameter, str]) -> None:
@@ -125,11 +125,11 @@ class UserOptimizers:
             one._opt_called = True  # type: ignore[attr-defined]
 
 
-def _rule_of(optimizer: torch.optim.Optimizer) -> str:
-    """The name of the update rule of an optimizer; see `UserOptimizers.of`."""
+def _rules_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the update rules of an optimizer's groups; see `UserOptimizers.of`."""
     kind = type(optimizer)
-    rule = recognised(optimizer)
-    if rule is None:
+    rules = recognised(optimizer)
+    if rules is None:
         known = dict.fromkeys(place for entry in RULES.values() for place in entry.stands_for)
         raise OptimizerError(
             f"optimizer is {kind.__module__}.{kind.__qualname__}: FP8 state needs one of {', '.join(known)}"
@@ -140,7 +140,7 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> str:
             f"load the state into the optimizer that it returns"
         )
     check_options(optimizer.param_groups)
-    return rule
+    return rules
 
 
 def check_options(groups: Sequence[Mapping[str, Any]]) -> None:

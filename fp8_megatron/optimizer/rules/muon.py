@@ -27,6 +27,17 @@ _LARGEST_SINGULAR_VALUE = 1.3
 _EPS = 1e-7
 #: What ranks do that have parts of the same matrix.
 TP_MODES = ("duplicated", "distributed", "blockwise")
+#: What https://github.com/KellerJordan/Muon does without naming it, by torch's names. Older copies name some.
+_JORDANS = {
+    "weight_decay": 0.0,
+    "nesterov": True,
+    "ns_coefficients": COEFFICIENTS["simple"][0],
+    "ns_steps": 5,
+    "eps": _EPS,
+    "adjust_lr_fn": "original",
+}
+_ADAMWS = {"weight_decay": 0.0, "decoupled_weight_decay": True}
+_SHARED_FIELDS = {"params", "lr", "initial_lr", "use_muon"}
 
 
 class Muon(MatrixRule):
@@ -34,7 +45,8 @@ class Muon(MatrixRule):
     ``scale_mode`` (`SCALES`), ``extra_scale_factor``; ``tp_mode``. Or torch's: ``ns_coefficients``, ``ns_steps``,
     ``eps``, ``adjust_lr_fn``.
 
-    The momentum is an average: m ← μ·m + (1 − μ)·g. Weight decay is decoupled, by lr alone.
+    The momentum is an average: m ← μ·m + (1 − μ)·g. Weight decay is decoupled, by lr alone. Jordan's optimizers come as
+    torch's, with AdamW in the groups without ``use_muon``.
     """
 
     states = (StateSpec("momentum_buffer", "momentum"),)
@@ -45,6 +57,34 @@ class Muon(MatrixRule):
         for option, known in (("scale_mode", SCALES), ("coefficient_type", COEFFICIENTS), ("tp_mode", TP_MODES)):
             if options[option] not in known:
                 raise UserError(f"{option}({options[option]}) is none of {', '.join(known)}")
+
+    @classmethod
+    def refusal(cls, optimizer: torch.optim.Optimizer) -> str | None:
+        if _is_torchs(optimizer):
+            return None
+        if type(optimizer).__name__ == "MuonAdamW":
+            return (
+                "nanochat's has a second moment (NorMuon), equal norms of rows before Newton-Schulz, a fixed norm "
+                "after it and cautious weight decay, which this Muon does not do: give [torch.optim.Muon(…), "
+                "torch.optim.AdamW(…)]"
+            )
+        for index, group in enumerate(optimizer.param_groups):
+            needed, added = _jordans(group)
+            if unknown := sorted(group.keys() - needed - added.keys() - _SHARED_FIELDS):
+                return f"param_groups[{index}] has {', '.join(unknown)}, which is not read: take torch's Muon"
+            if missing := sorted(needed - group.keys()):
+                return f"param_groups[{index}] has no {', '.join(missing)}: take torch's Muon"
+        return None
+
+    @classmethod
+    def take_groups(cls, optimizer: torch.optim.Optimizer, name: str) -> list[str]:
+        if _is_torchs(optimizer):
+            return super().take_groups(optimizer, name)
+        for group in optimizer.param_groups:
+            group.update({option: value for option, value in _jordans(group)[1].items() if option not in group})
+        if optimizer.defaults:  # one rule for all groups, and for those to come
+            optimizer.defaults = {**_JORDANS, **optimizer.defaults}
+        return [name if group.get("use_muon", True) else "adamw" for group in optimizer.param_groups]
 
     def direct(
         self,
@@ -94,6 +134,15 @@ class Muon(MatrixRule):
 
     def largest_update(self, shapes: Sequence[tuple[int, int]], group: Mapping[str, Any]) -> float:
         return _LARGEST_SINGULAR_VALUE * max(_scale(group, *shape) for shape in shapes)
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.")
+
+
+def _jordans(group: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]]:
+    """What a group of Jordan's has at least, and what it does without naming it."""
+    return ({"momentum"}, _JORDANS) if group.get("use_muon", True) else ({"betas", "eps"}, _ADAMWS)
 
 
 def _steps(group: Mapping[str, Any]) -> list[Coefficients]:

@@ -46,6 +46,15 @@ class UpdateRule(ABC):
         """Why an optimizer of the rule's kind cannot be taken over, with the fix; None if it can."""
         return None
 
+    @classmethod
+    def take_groups(cls, optimizer: torch.optim.Optimizer, name: str) -> list[str]:
+        """The name of the rule of each param group. Options that its class has without naming them are added.
+
+        Args:
+            name: of this rule.
+        """
+        return [name] * len(optimizer.param_groups)
+
     @abstractmethod
     def step(self, operands: ops.FlatOperands, group: Mapping[str, Any], *, grad_factor: Tensor, step: Tensor) -> None:
         """One step over flat storage, in place.
@@ -186,19 +195,22 @@ def all_states(name: str, options: Mapping[str, Any]) -> tuple[StateSpec, ...]:
     return tuple(dict.fromkeys(spec for rule in names for spec in build_rule(rule, options).states))
 
 
-def recognised(optimizer: torch.optim.Optimizer) -> str | None:
-    """The name of the rule of an optimizer of another library; None: there is none.
+def recognised(optimizer: torch.optim.Optimizer) -> list[str] | None:
+    """The names of the rules of the param groups of an optimizer of another library; None: there is none.
 
     Raises:
         UserError: it has something that the rule does not do.
     """
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    own = type(optimizer)
+    kind = f"{own.__module__}.{own.__qualname__}"
     for name, entry in RULES.items():
-        if kind in entry.stands_for:
-            refusal = _class_of(entry.place).refusal(optimizer)
+        # A class of that name that is derived from another one is a library's own.
+        if kind in entry.stands_for or (own.__name__ in entry.copied and own.__base__ is torch.optim.Optimizer):
+            rule = _class_of(entry.place)
+            refusal = rule.refusal(optimizer)
             if refusal is not None:
                 raise UserError(f"{kind}: {refusal}")
-            return name
+            return rule.take_groups(optimizer, name)
     return None
 
 
