@@ -31,6 +31,7 @@ from .grouped import rows_reference as _rows
 from .grouped.rows_reference import Groups, most_rows
 from .health import reference as _health
 from .health.reference import LOWEST_EXPONENT, NUM_MAXIMA, NUM_STATISTICS, Statistic, measured_block
+from .muon import products_reference as _products
 from .muon import reference as _muon
 from .muon.reference import MomentumState
 from .norm import reference as _norm
@@ -143,6 +144,8 @@ adamw_split_step_ = callable_of(_split_master.adamw_split_step_)
 momentum_step_ = callable_of(_muon.momentum_step_)
 orthogonal_step_ = callable_of(_muon.orthogonal_step_)
 orthogonal_split_step_ = callable_of(_muon.orthogonal_split_step_)
+symmetric_mm_ = callable_of(_products.symmetric_mm_)
+symmetric_times_ = callable_of(_products.symmetric_times_)
 
 
 def block_scaled_mm(

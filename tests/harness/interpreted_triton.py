@@ -107,7 +107,15 @@ def _binary(builder: InterpreterBuilder, left: TensorHandle, right: TensorHandle
     return TensorHandle(_converted(result, tl.float32, tl.bfloat16, None), tl.bfloat16)
 
 
-_PLAIN_BINARY = InterpreterBuilder.binary_op
+def _dot(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, total: TensorHandle, *others: Any) -> Any:
+    """As `_binary`, of matrices."""
+    if a.dtype.scalar == tl.bfloat16:
+        floats = (_converted(x.data, tl.bfloat16, tl.float32, None).view(np.float32) for x in (a, b))
+        a, b = (TensorHandle(array, tl.float32) for array in floats)
+    return _PLAIN_DOT(builder, a, b, total, *others)
+
+
+_PLAIN_BINARY, _PLAIN_DOT = InterpreterBuilder.binary_op, InterpreterBuilder.create_dot
 _PLAIN_TO_TENSOR, _PLAIN_STORE = TritonSemantic.to_tensor, InterpreterBuilder.create_masked_store
 
 
@@ -120,6 +128,7 @@ def install() -> None:
     for name, function in _LIBRARY.items():
         monkeypatch.setattr(libdevice, name, _on_arrays(function))
     monkeypatch.setattr(InterpreterBuilder, "binary_op", _binary)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", _masked_store)
     monkeypatch.setattr(TritonSemantic, "to_tensor", _to_tensor)
     monkeypatch.setattr(tl.constexpr, "__rlshift__", lambda self, other: other << self.value, raising=False)

@@ -316,6 +316,14 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "orthogonal_split_step_": [
             (x.view(-1), ops.SplitMaster(*split[3:]), 0.1, 0.1, one, one.clone(), torch.empty(2))
         ],
+        "symmetric_mm_": [
+            (torch.empty(2, T, T).bfloat16(), grads, None, 1.0, 0.0),
+            (torch.empty(2, K, K).bfloat16(), grads.mT, torch.zeros(2, K, K).bfloat16(), 2.0, 0.5),
+        ],
+        "symmetric_times_": [
+            (torch.empty_like(grads), torch.eye(T).repeat(2, 1, 1).bfloat16(), grads, 0.5),
+            (torch.empty_like(grads).mT, torch.eye(K).repeat(2, 1, 1).bfloat16(), grads.mT, 0.5),
+        ],
         "derive_fp8_weights_": [(*_flat(torch.float16, 256), _fp8(1, N)[0], one, torch.zeros(2).int())],
     }
 
