@@ -78,9 +78,7 @@ def _experts(
         note_forward(fc1)
         note_forward(fc2)
     fc1 = fc1._replace(bias=bias)
-    groups = Groups(offsets, source, rows)
-    pending, kept = experts_forward(x, probs, groups, fc1, fc2, layer.activation, recomputes=not keeps)
-    y = pending.wait()
+    y, kept = experts_forward(x, probs, Groups(offsets, source, rows), fc1, fc2, layer.activation, recomputes=not keeps)
     if not keeps:
         wide = x.new_empty(0, dtype=torch.float32)
         return y, x.new_empty(0, dtype=E4M3), wide, x.new_empty(0), wide.clone(), wide.clone()
