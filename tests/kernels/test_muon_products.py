@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.kernels import ops
-from fp8_megatron.kernels.muon import products_triton
-from fp8_megatron.kernels.muon.products_triton import Tiling
 from fp8_megatron.optimizer import newton_schulz
 from fp8_megatron.optimizer.newton_schulz import polar_factor, steps_of
 from fp8_megatron.quantization.stats import snr_db
 from tests.optimizer.test_muon import exact
+
+pytest.importorskip("triton")
+
+from fp8_megatron.kernels.muon import products_triton
+from fp8_megatron.kernels.muon.products_triton import Tiling
 
 pytestmark = [
     pytest.mark.gpu,
