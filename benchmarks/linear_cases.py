@@ -124,7 +124,8 @@ def fp8_step_with_bf16_wgrad(shape: Shape, device: torch.device) -> Step:
     weight, weight_scale = ops.quantize_current(value.bfloat16(), E4M3)[::2]
     (x, bias, grad), record = _operands(shape, device), torch.zeros(1, device=device)
     x = x.detach()
-    x_scale, grad_scale = ops.amax(x) / 448, ops.amax(grad) / 57344
+    x_scale = ops.scale_from_amax(ops.amax(x), E4M3, power_of_two=False)
+    grad_scale = ops.scale_from_amax(ops.amax(grad), E5M2, power_of_two=False)
 
     def step(_: int) -> object:
         rows = ops.quantize_with_scale(x, x_scale, E4M3, amax_out=record)[0]
