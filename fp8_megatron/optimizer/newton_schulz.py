@@ -62,7 +62,7 @@ COEFFICIENTS: Mapping[str, tuple[Coefficients, ...]] = MappingProxyType(
     }
 )
 
-#: Rows from which on products by halves take less time on Hopper: 7 to 17% of a step's, on an H200. Smaller ones do too
+#: Rows from which on products by halves take less time on Hopper: 7 to 15% of a step's, on an H200. Smaller ones do too
 #: in large batches, but the host cannot launch single ones as fast as cuBLAS's.
 _HALVED_FROM = 2048
 
