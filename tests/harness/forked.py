@@ -32,12 +32,14 @@ class Ending:
         status: exit status; the negative number of the signal that killed it; None if it ran out of time.
         output, errors: what it wrote to stdout and stderr.
         more_bytes: by how much its memory grew beyond what it had at the fork.
+        was_asked: whether it was asked to end, after its time.
     """
 
     status: int | None
     output: str
     errors: str
     more_bytes: int
+    was_asked: bool = False
 
 
 def run_forked(
@@ -61,20 +63,21 @@ def run_forked(
         if pid == 0:
             gc.disable()
             _be_child(program, folder, output.fileno(), errors.fileno(), address_bytes)
-        ended = 0
+        ended, was_asked = 0, False
         for limit in filter(None, (seconds, more_seconds)):
             deadline = time.monotonic() + limit
             while not ended and time.monotonic() < deadline:
                 ended, status, usage = os.wait4(pid, os.WNOHANG)
                 time.sleep(0.002)
-            if not ended and more_seconds:
+            if not ended and more_seconds and not was_asked:
                 os.kill(pid, signal.SIGTERM)
+                was_asked = True
         if not ended:
             os.kill(pid, signal.SIGKILL)
             _, status, usage = os.wait4(pid, 0)
         texts = [os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace") for file in (output, errors)]
         grown = usage.ru_maxrss * 1024 - _resident_bytes()
-        return Ending(os.waitstatus_to_exitcode(status) if ended else None, *texts, grown)
+        return Ending(os.waitstatus_to_exitcode(status) if ended else None, *texts, grown, was_asked)
 
 
 def fork_server() -> Executor:
