@@ -124,6 +124,13 @@ def _gemm(name: str, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor) -
     at, num_flops = f"{name} M={m} N={n} K={k}", 2 * m * n * k
     one = torch.ones(1, device=a.device)
     yield Case(f"block_scaled_mm {at}", lambda _: ops.block_scaled_mm(a, b, scales_a, scales_b), num_flops=num_flops)
+    if a.is_cuda:
+        of_b = scales_b if scales_b.shape[1] == n else scales_b[:, : k // GEMM_BLOCK].t()
+        yield Case(
+            f"torch's block_scaled_mm, the heuristic's first {at}",
+            lambda _: torch._scaled_mm(a, b.t(), scale_a=scales_a.t(), scale_b=of_b, out_dtype=torch.bfloat16),
+            num_flops=num_flops,
+        )
     for fast in (False, True):
         yield Case(
             f"scaled_mm {'fast' if fast else 'split'} {at}",

@@ -4,8 +4,8 @@
 plan takes 18. Here a plan for each shape keeps descriptors, layouts and algorithm. A call sets the scale pointers and
 launches. The library is the one that torch has loaded, called with ctypes; nothing is compiled.
 
-A plan takes the algorithm that the heuristic names first. With fast accumulation the first call times the others too,
-and takes the fastest that writes the same bits (`algorithm_choice`).
+A plan takes the algorithm that the heuristic names first. With fast accumulation, or scales of blocks, the first call
+times the others too, and takes the fastest that writes the same bits (`algorithm_choice`).
 
 The constants have the names and values of cublasLt.h.
 """
@@ -214,7 +214,9 @@ class _GemmPlan:
         self._stream = ctypes.c_void_p()
         self._current = -1  # no stream: the default one is 0
         self._launch: Callable[[], int] | None = None
-        self.awaits_timing = problem.use_fast_accum and problem not in _chosen and len(_chosen) < _MOST_TIMED
+        has_blocks = problem.scale_mode_a != TENSOR_SCALE
+        is_timed = problem.use_fast_accum or has_blocks
+        self.awaits_timing = is_timed and problem not in _chosen and len(_chosen) < _MOST_TIMED
 
     def _set(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
         _check(
