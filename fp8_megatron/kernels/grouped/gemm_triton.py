@@ -55,7 +55,7 @@ def _wgrad_tiles(device: int, is_fp8: bool, has_blocks: bool) -> _TileSizes:
     if not _has_large_memory(device):
         return _TileSizes(GRAD_BLOCK if is_fp8 else 64, 64, 8, 3, 1)
     if has_blocks:
-        return _TileSizes(128, 128, 8, 4, 1)
+        return _TileSizes(128, 128, 8, 3, 1)
     return _TileSizes(128, 128, 4, 3, 2) if is_fp8 else _TileSizes(128, 128, 8, 4, 1)
 
 
