@@ -33,7 +33,6 @@ from ..dtypes import FP8_GEMM_MULTIPLE
 from ..formats.format import Format, Quantized
 from ..kernels import ops
 from ..kernels.ops import Groups
-from ..quantization import unfused
 from ..quantization.scaled_tensor import ScaledTensor
 from ..quantization.sources import ExpertActivationGradSource, ExpertActivationSource, TensorSource
 from ..quantization.weight_grad import WeightGrad
@@ -331,8 +330,8 @@ def experts(
         z = _AddBiases.apply(z, bias1, groups)
 
     def fc2(z: Tensor, row_probs: Tensor) -> Tensor:
-        hidden = row_probs[:, None] * unfused.activated(z.float(), activation)
-        return grouped_mm(hidden.to(x.dtype), weight2.mT, offs=ends)
+        hidden = _Activate.apply(z, row_probs, groups.offsets, activation)
+        return grouped_mm(hidden, weight2.mT, offs=ends)
 
     row_probs = probs_of_rows(probs, groups)
     y = recomputed(fc2, z, row_probs) if recomputes_activation else fc2(z, row_probs)
@@ -363,6 +362,20 @@ class _AddBiases(torch.autograd.Function):
         ones = grad.new_ones(len(grad), FP8_GEMM_MULTIPLE)
         sums = grouped_mm(ones.mT, grad.contiguous(), offs=offsets[1:])
         return grad, sums[:, 0].to(ctx.dtype), None
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, row_probs: Tensor, offsets: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(z, row_probs, offsets)
+        ctx.activation = activation
+        return ops.expert_activation(z, row_probs, offsets, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        z, row_probs, offsets = ctx.saved_tensors
+        return *ops.expert_activation_backward(grad, z, row_probs, offsets, ctx.activation), None, None
 
 
 class _GatherRows(torch.autograd.Function):

@@ -17,6 +17,8 @@ from tests.kernels.test_fused import E4M3_DB, E5M2_DB, double_activation, normal
 TOKENS, EXPERTS, TOP_K, HIDDEN, WIDTH = 300, 5, 2, 48, 96
 #: Sums of some hundred FP32 products of both signs.
 FP32_DB = 100.0
+#: One rounding to BF16.
+BF16_DB = 54.5
 
 
 def routing(kind: str) -> Tensor:
@@ -167,6 +169,11 @@ def test_activation_of_experts(kind: str, routed: str) -> None:
     for turned, rows in ((activation_t, payload), (grad_z_t, grad_z)):
         assert torch.equal(turned[:, :end].float(), rows[:end].float().t())
         assert not rows[:end][~has_token[:end, 0]].float().any()
+    plain = ops.expert_activation(z, probs, offsets, function)
+    plain_z, plain_probs = ops.expert_activation_backward(grad, z, probs, offsets, function)
+    for found, wanted in ((plain, exact), (plain_z, exact_z)):
+        assert found.dtype == z.dtype and (end == 0 or snr_db(found[:end], wanted[:end]) > BF16_DB)
+    assert torch.equal(plain_probs[:end], grad_probs[:end])
     largest, largest_z = (x.abs().max().float().view(1) for x in (exact, exact_z))
     amax = ops.expert_activation_amax(z, probs, offsets, function)
     torch.testing.assert_close(amax, largest, rtol=1e-5, atol=0)

@@ -22,6 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
 ]
 
+#: BF16 values of which a few are rounded to the neighbour.
+BF16_DB = 70.0
 #: Tokens, experts, and experts of a token.
 ROUTINGS = [(16, 2, 1), (300, 8, 2), (1000, 128, 8), (129, 5, 3), (64, 1, 1)]
 
@@ -161,6 +163,11 @@ def test_activation(width: int, kind: str, share: float) -> None:
     operands = (z, probs, offsets, Activation(kind))
     on_gpu = (z.cuda(), probs.cuda(), offsets.cuda(), Activation(kind))
 
+    plain = activation_reference.expert_activation(*operands)
+    plain_grads = activation_reference.expert_activation_backward(grad, *operands)
+    found = ops.expert_activation(*on_gpu), *ops.expert_activation_backward(grad.cuda(), *on_gpu)
+    for one, other, least in zip(found, (plain, *plain_grads), (BF16_DB, BF16_DB, FP32_DB - 10), strict=True):
+        assert one.dtype == other.dtype and (end == 0 or snr_db(one[:end].cpu(), other[:end]) > least)
     payload, scale = activation_reference.expert_activation_quantize(*operands, E4M3, scale=None)
     measured, taken = ops.expert_activation_quantize(*on_gpu, E4M3, scale=None)
     torch.testing.assert_close(taken.cpu(), scale, rtol=1e-5, atol=0)

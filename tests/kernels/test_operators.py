@@ -170,6 +170,11 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (_fp8(T, 256, E5M2), torch.rand(2, T), source, 3, offsets, True, False, False),
         ],
         "sum_rows": [(of_experts, rows_of_tokens)],
+        "expert_activation": [(*gated, Activation("swiglu")), (*plain_experts, Activation("squared_relu"))],
+        "expert_activation_backward": [
+            (grad_of_experts, *gated, Activation("swiglu")),
+            (grad_of_experts, *plain_experts, Activation("squared_relu")),
+        ],
         "expert_activation_amax": [(*gated, Activation("swiglu")), (*plain_experts, Activation("squared_relu"))],
         "expert_activation_backward_amax": [
             (grad_of_experts, *gated, Activation("swiglu")),

@@ -230,3 +230,31 @@ def expert_activation_backward_quantize_blocks(
 def _written(values: Tensor, offsets: Tensor) -> Tensor:
     """FP32 `values` [R, C], and zeros behind the last group."""
     return torch.where((torch.arange(len(values)) < offsets[-1])[:, None], values, 0.0)
+
+
+@operator(
+    gpu=".activation_triton",
+    fake=lambda z, activation: z.new_empty((len(z), z.shape[1] // activation.row.num_inputs)),
+    check=_check_activation,
+)
+def expert_activation(z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation) -> Tensor:
+    """Activate `z` [R, Z] and multiply each row with its probability: [R, F] in z's dtype, rounded once."""
+    return _written(_values(z, probs, activation), offsets).to(z.dtype)
+
+
+@operator(
+    gpu=".activation_triton",
+    fake=lambda z: (torch.empty_like(z), fp32(z, len(z))),
+    check=_check_grad,
+)
+def expert_activation_backward(
+    grad: Tensor, z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """Backward of `expert_activation`: the gradient of z [R, Z] in its dtype, and of the probabilities, FP32 [R].
+
+    Args:
+        grad: [R, F].
+    """
+    grad_z = _written(_grads(grad, z, probs, activation), offsets).to(z.dtype)
+    grad_probs = _written((grad.float() * activated(z, activation)).sum(dim=1, keepdim=True), offsets)
+    return grad_z, grad_probs[:, 0]
