@@ -134,19 +134,18 @@ def gemms(device: torch.device, rows: int, num_experts: int, k: int, n: int) -> 
 
 def _activation(name: str, operands: tuple[Rotating, Tensor, Tensor], scale: dict[str, Any], num_bytes: float) -> Case:
     z, probs, offsets = operands
-    return Case(name, lambda i: ops.expert_activation_quantize(z(i), probs, offsets, _SWIGLU, E4M3, **scale), num_bytes)
+    experts = ops.ExpertRows(probs, offsets)
+    return Case(name, lambda i: ops.activation_quantize(z(i), _SWIGLU, E4M3, experts, **scale), num_bytes)
 
 
 def _backward(
     name: str, operands: tuple[Rotating, Rotating, Tensor, Tensor, Tensor], scale: dict[str, Any], num_bytes: float
 ) -> Case:
     grad, z, probs, offsets, activation_scale = operands
-    again = dict(activation_dtype=E4M3, activation_scale=activation_scale)
+    again, experts = dict(activation_dtype=E4M3, activation_scale=activation_scale), ops.ExpertRows(probs, offsets)
     return Case(
         name,
-        lambda i: ops.expert_activation_backward_quantize(
-            grad(i), z(i), probs, offsets, _SWIGLU, E5M2, **again, **scale
-        ),
+        lambda i: ops.activation_backward_quantize(grad(i), z(i), _SWIGLU, E5M2, experts, **again, **scale),
         num_bytes,
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..device.device import UnsupportedDeviceError
 from . import reference as _shared
 from .activation import reference as _activation
+from .activation.reference import ExpertRows
 from .adamw import reference as _adamw
 from .adamw import split_master as _split_master
 from .adamw.elementwise import FlatOperands, elementwise_step_
@@ -104,10 +105,6 @@ gather_blocks = callable_of(_rows.gather_blocks)
 sum_rows = callable_of(_rows.sum_rows)
 expert_activation = callable_of(_expert_activation.expert_activation)
 expert_activation_backward = callable_of(_expert_activation.expert_activation_backward)
-expert_activation_amax = callable_of(_expert_activation.expert_activation_amax)
-expert_activation_backward_amax = callable_of(_expert_activation.expert_activation_backward_amax)
-expert_activation_quantize = callable_of(_expert_activation.expert_activation_quantize)
-expert_activation_backward_quantize = callable_of(_expert_activation.expert_activation_backward_quantize)
 expert_activation_quantize_blocks = callable_of(_expert_activation.expert_activation_quantize_blocks)
 expert_activation_backward_quantize_blocks = callable_of(_expert_activation.expert_activation_backward_quantize_blocks)
 

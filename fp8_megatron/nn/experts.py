@@ -369,13 +369,13 @@ class _Activate(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, row_probs: Tensor, offsets: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(z, row_probs, offsets)
         ctx.activation = activation
-        return ops.expert_activation(z, row_probs, offsets, activation)
+        return ops.expert_activation(z, activation, ops.ExpertRows(row_probs, offsets))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         z, row_probs, offsets = ctx.saved_tensors
-        return *ops.expert_activation_backward(grad, z, row_probs, offsets, ctx.activation), None, None
+        return *ops.expert_activation_backward(grad, z, ctx.activation, ops.ExpertRows(row_probs, offsets)), None, None
 
 
 class _GatherRows(torch.autograd.Function):

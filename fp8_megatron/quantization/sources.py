@@ -307,20 +307,24 @@ class ExpertActivationSource:
     offsets: Tensor
     activation: Activation
 
+    @property
+    def experts(self) -> ops.ExpertRows:
+        """As operators take them."""
+        return ops.ExpertRows(self.probs, self.offsets)
+
     def amax(self) -> Tensor:
-        return ops.expert_activation_amax(self.z, self.probs, self.offsets, self.activation)
+        return ops.activation_amax(self.z, self.activation, self.experts)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
         if not format.takes_scale:
             operands = (self.z, self.probs, self.offsets, self.activation, format.dtype)
             payload, scales = ops.expert_activation_quantize_blocks(*operands, power_of_two=format.power_of_two)
             return Quantized(payload, None, scales, format)
-        payload, taken = ops.expert_activation_quantize(
+        payload, taken = ops.activation_quantize(
             self.z,
-            self.probs,
-            self.offsets,
             self.activation,
             format.dtype,
+            self.experts,
             scale=scale,
             power_of_two=format.power_of_two,
             amax_out=amax_out,
@@ -347,16 +351,19 @@ class ExpertActivationGradSource:
         return self.forward.offsets
 
     def amax(self) -> Tensor:
-        z, probs, offsets, function = self._operands()
-        return ops.expert_activation_backward_amax(self.grad, z, probs, offsets, function)
+        forward = self.forward
+        return ops.activation_backward_amax(self.grad, forward.z, forward.activation, forward.experts)
 
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastExpertGrad:
         if self.activation_scale is None:
             return self._quantize_blocks(format)
-        payload, payload_t, activation_t, grad_probs, taken = ops.expert_activation_backward_quantize(
+        forward = self.forward
+        payload, payload_t, activation_t, grad_probs, taken = ops.activation_backward_quantize(
             self.grad,
-            *self._operands(),
+            forward.z,
+            forward.activation,
             format.dtype,
+            forward.experts,
             scale=scale,
             power_of_two=format.power_of_two,
             amax_out=amax_out,
@@ -371,14 +378,10 @@ class ExpertActivationGradSource:
 
     def _quantize_blocks(self, format: Format) -> CastExpertGrad:
         assert self.activation_format == format, (self.activation_format, format)
+        forward = self.forward
+        operands = (self.grad, forward.z, forward.probs, forward.offsets, forward.activation, format.dtype)
         payload, scales, payload_t, scales_t, activation_t, its_scales, grad_probs = (
-            ops.expert_activation_backward_quantize_blocks(
-                self.grad, *self._operands(), format.dtype, power_of_two=format.power_of_two
-            )
+            ops.expert_activation_backward_quantize_blocks(*operands, power_of_two=format.power_of_two)
         )
         operand = Quantized(payload, payload_t, scales, format, scales_t)
         return CastExpertGrad(operand, Quantized(None, activation_t, its_scales, format, its_scales), grad_probs)
-
-    def _operands(self) -> tuple[Tensor, Tensor, Tensor, Activation]:
-        forward = self.forward
-        return forward.z, forward.probs, forward.offsets, forward.activation

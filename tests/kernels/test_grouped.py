@@ -161,23 +161,24 @@ def test_activation_of_experts(kind: str, routed: str) -> None:
     exact, (exact_z, exact_probs) = exact.detach(), (leaf.grad for leaf in leaves)
     z[end:], grad[end:], probs[end:] = torch.nan, torch.inf, torch.nan  # nobody reads them
 
-    payload, scale = ops.expert_activation_quantize(z, probs, offsets, function, E4M3, scale=None)
-    result = ops.expert_activation_backward_quantize(
-        grad, z, probs, offsets, function, E5M2, scale=None, activation_dtype=E4M3, activation_scale=scale
+    rows = ops.ExpertRows(probs, offsets)
+    payload, scale = ops.activation_quantize(z, function, E4M3, rows, scale=None)
+    result = ops.activation_backward_quantize(
+        grad, z, function, E5M2, rows, scale=None, activation_dtype=E4M3, activation_scale=scale
     )
     grad_z, grad_z_t, activation_t, grad_probs, grad_scale = result
-    for turned, rows in ((activation_t, payload), (grad_z_t, grad_z)):
-        assert torch.equal(turned[:, :end].float(), rows[:end].float().t())
-        assert not rows[:end][~has_token[:end, 0]].float().any()
-    plain = ops.expert_activation(z, probs, offsets, function)
-    plain_z, plain_probs = ops.expert_activation_backward(grad, z, probs, offsets, function)
-    for found, wanted in ((plain, exact), (plain_z, exact_z)):
+    for turned, plain in ((activation_t, payload), (grad_z_t, grad_z)):
+        assert torch.equal(turned[:, :end].float(), plain[:end].float().t())
+        assert not plain[:end][~has_token[:end, 0]].float().any()
+    in_16_bits = ops.expert_activation(z, function, rows)
+    grad_in_16_bits, own_grad_probs = ops.expert_activation_backward(grad, z, function, rows)
+    for found, wanted in ((in_16_bits, exact), (grad_in_16_bits, exact_z)):
         assert found.dtype == z.dtype and (end == 0 or snr_db(found[:end], wanted[:end]) > BF16_DB)
-    assert torch.equal(plain_probs[:end], grad_probs[:end])
+    assert torch.equal(own_grad_probs[:end], grad_probs[:end])
     largest, largest_z = (x.abs().max().float().view(1) for x in (exact, exact_z))
-    amax = ops.expert_activation_amax(z, probs, offsets, function)
+    amax = ops.activation_amax(z, function, rows)
     torch.testing.assert_close(amax, largest, rtol=1e-5, atol=0)
-    backward_amax = ops.expert_activation_backward_amax(grad, z, probs, offsets, function)
+    backward_amax = ops.activation_backward_amax(grad, z, function, rows)
     torch.testing.assert_close(backward_amax, largest_z, rtol=1e-5, atol=0)
     if end == 0:
         assert scale == 1.0 and grad_scale == 1.0
@@ -189,10 +190,8 @@ def test_activation_of_experts(kind: str, routed: str) -> None:
 
     record = torch.zeros(3)
     given = dict(scale=scale / 2, amax_out=record)
-    ops.expert_activation_quantize(z, probs, offsets, function, E4M3, **given)
-    clamped = (
-        ops.expert_activation_quantize(z, probs, offsets, function, E4M3, scale=scale)[0].float().abs() >= 224
-    ).sum()
+    ops.activation_quantize(z, function, E4M3, rows, **given)
+    clamped = (ops.activation_quantize(z, function, E4M3, rows, scale=scale)[0].float().abs() >= 224).sum()
     assert torch.equal(record[:1], amax) and record[2] == end * WIDTH and 0 < record[1] <= clamped
 
 
@@ -200,6 +199,7 @@ def test_a_nan_of_a_token_reaches_the_amax() -> None:
     offsets, source, _ = ops.routed_rows(routing("even"), ops.most_rows(TOKENS, TOP_K, EXPERTS), TOP_K)
     z, probs = normal(len(source), 2 * WIDTH, seed=1), (source >= 0).float()
     z[int(offsets[2]), 5] = torch.nan
-    assert ops.expert_activation_amax(z, probs, offsets, Activation("swiglu")).isnan()
-    payload, scale = ops.expert_activation_quantize(z, probs, offsets, Activation("swiglu"), E4M3, scale=torch.ones(1))
+    rows = ops.ExpertRows(probs, offsets)
+    assert ops.activation_amax(z, Activation("swiglu"), rows).isnan()
+    payload, scale = ops.activation_quantize(z, Activation("swiglu"), E4M3, rows, scale=torch.ones(1))
     assert scale.numel() == 0 and payload.float().isnan().sum() == 1

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8_megatron.activation_functions import KINDS, Activation
 from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.activation import reference
 from fp8_megatron.kernels.grouped import activation_reference, rows_reference
 from fp8_megatron.kernels.quantize import blocks
 from fp8_megatron.quantization.stats import snr_db
@@ -160,42 +161,59 @@ def test_activation(width: int, kind: str, share: float) -> None:
     z = torch.where(has_token, normal(num_rows, KINDS[kind].num_inputs * width, seed=1, size=3.0), 0.0)
     grad = torch.where(has_token, normal(num_rows, width, seed=2, size=1e-4), 0.0)
     z[end:], grad[end:], probs[end:] = torch.nan, torch.inf, torch.nan
-    operands = (z, probs, offsets, Activation(kind))
-    on_gpu = (z.cuda(), probs.cuda(), offsets.cuda(), Activation(kind))
+    operands, rows = (z, Activation(kind)), ops.ExpertRows(probs, offsets)
+    on_gpu, own = (z.cuda(), Activation(kind)), ops.ExpertRows(probs.cuda(), offsets.cuda())
 
-    plain = activation_reference.expert_activation(*operands)
-    plain_grads = activation_reference.expert_activation_backward(grad, *operands)
-    found = ops.expert_activation(*on_gpu), *ops.expert_activation_backward(grad.cuda(), *on_gpu)
-    for one, other, least in zip(found, (plain, *plain_grads), (BF16_DB, BF16_DB, FP32_DB - 10), strict=True):
-        assert one.dtype == other.dtype and (end == 0 or snr_db(one[:end].cpu(), other[:end]) > least)
-    payload, scale = activation_reference.expert_activation_quantize(*operands, E4M3, scale=None)
-    measured, taken = ops.expert_activation_quantize(*on_gpu, E4M3, scale=None)
-    torch.testing.assert_close(taken.cpu(), scale, rtol=1e-5, atol=0)
-    amax = ops.expert_activation_amax(*on_gpu)
-    torch.testing.assert_close(amax.cpu(), activation_reference.expert_activation_amax(*operands), rtol=1e-5, atol=0)
-    settings = {"scale": None, "activation_dtype": E4M3}
-    expected = activation_reference.expert_activation_backward_quantize(
-        grad, *operands, E5M2, **settings, activation_scale=scale
+    wanted = (
+        activation_reference.expert_activation(*operands, rows),
+        *activation_reference.expert_activation_backward(grad, *operands, rows),
     )
-    result = ops.expert_activation_backward_quantize(grad.cuda(), *on_gpu, E5M2, **settings, activation_scale=taken)
+    found = (
+        ops.expert_activation(*on_gpu, own),
+        *ops.expert_activation_backward(grad.cuda(), *on_gpu, own),
+    )
+    for one, other, least in zip(found, wanted, (BF16_DB, BF16_DB, FP32_DB - 10), strict=True):
+        assert one.dtype == other.dtype and (end == 0 or snr_db(one[:end].cpu(), other[:end]) > least)
+    payload, scale = reference.activation_quantize(*operands, E4M3, rows, scale=None)
+    measured, taken = ops.activation_quantize(*on_gpu, E4M3, own, scale=None)
+    torch.testing.assert_close(taken.cpu(), scale, rtol=1e-5, atol=0)
+    amax = ops.activation_amax(*on_gpu, own)
+    torch.testing.assert_close(amax.cpu(), reference.activation_amax(*operands, rows), rtol=1e-5, atol=0)
+    settings = {"scale": None, "activation_dtype": E4M3}
+    expected = reference.activation_backward_quantize(grad, *operands, E5M2, rows, **settings, activation_scale=scale)
+    result = ops.activation_backward_quantize(grad.cuda(), *on_gpu, E5M2, own, **settings, activation_scale=taken)
     torch.testing.assert_close(result[4].cpu(), expected[4], rtol=1e-5, atol=0)
-    backward_amax = ops.expert_activation_backward_amax(grad.cuda(), *on_gpu)
+    backward_amax = ops.activation_backward_amax(grad.cuda(), *on_gpu, own)
     if end:
         assert_same_payload(measured[:end], payload[:end])
-        for index, rows in ((0, result[0][:end]), (1, result[1][:, :end]), (2, result[2][:, :end])):
-            assert_same_payload(rows, expected[index][:end] if index == 0 else expected[index][:, :end])
+        for index, values in ((0, result[0][:end]), (1, result[1][:, :end]), (2, result[2][:, :end])):
+            assert_same_payload(values, expected[index][:end] if index == 0 else expected[index][:, :end])
         assert snr_db(result[3][:end].cpu(), expected[3][:end]) > FP32_DB - 10
 
     record, of_grad = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
-    again, _ = ops.expert_activation_quantize(*on_gpu, E4M3, scale=taken, amax_out=record)
+    again, _ = ops.activation_quantize(*on_gpu, E4M3, own, scale=taken, amax_out=record)
     assert equal(again[:end], measured[:end].cpu())
-    given = ops.expert_activation_backward_quantize(
-        grad.cuda(), *on_gpu, E5M2, scale=result[4] / 4, amax_out=of_grad, activation_dtype=E4M3, activation_scale=taken
+    given = ops.activation_backward_quantize(
+        grad.cuda(),
+        *on_gpu,
+        E5M2,
+        own,
+        scale=result[4] / 4,
+        amax_out=of_grad,
+        activation_dtype=E4M3,
+        activation_scale=taken,
     )
     assert equal(given[2][:, :end], result[2][:, :end].cpu()) and equal(given[3][:end], result[3][:end].cpu())
     wanted = torch.zeros(3)
-    activation_reference.expert_activation_backward_quantize(
-        grad, *operands, E5M2, scale=expected[4] / 4, amax_out=wanted, activation_dtype=E4M3, activation_scale=scale
+    reference.activation_backward_quantize(
+        grad,
+        *operands,
+        E5M2,
+        rows,
+        scale=expected[4] / 4,
+        amax_out=wanted,
+        activation_dtype=E4M3,
+        activation_scale=scale,
     )
     torch.testing.assert_close(record[0:1], amax, rtol=1e-6, atol=0)
     torch.testing.assert_close(of_grad[0:1], backward_amax, rtol=1e-6, atol=0)

@@ -78,7 +78,8 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     offsets, source, rows_of_tokens = ops.routed_rows(_routing_map(), 3 * 128, 2)
     probs = torch.where(source < 0, 0.0, torch.rand(3 * 128))
     of_experts, grad_of_experts = torch.randn(3 * 128, 2 * K).bfloat16(), torch.randn(3 * 128, K).bfloat16()
-    gated, plain_experts = (of_experts, probs, offsets), (of_experts[:, :K].contiguous(), probs, offsets)
+    gated, plain_experts = (of_experts, Activation("swiglu")), (grad_of_experts, Activation("squared_relu"))
+    geglu, experts, tokens = (of_experts, Activation("quick_geglu")), ops.ExpertRows(probs, offsets), ops.ExpertRows()
     groups = torch.tensor([0, 128, 128, 256], dtype=torch.int32)  # the second expert has no rows
     return {
         "amax": [(x,)],
@@ -136,15 +137,33 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (*gradient[0][:-1], E5M2, True, scale, amax, True),
             (*gradient[1][:-1], E5M2, False, scale, None, False),
         ],
-        "activation_amax": [(inputs, function) for function, inputs in activations],
-        "activation_backward_amax": [(x, inputs, function) for function, inputs in activations],
+        "activation_amax": [
+            *((inputs, function, tokens) for function, inputs in activations),
+            *((*one, experts) for one in (gated, plain_experts)),
+        ],
+        "activation_backward_amax": [
+            *((x, inputs, function, tokens) for function, inputs in activations),
+            *((grad_of_experts, *one, experts) for one in (gated, plain_experts)),
+        ],
         "activation_quantize": [
-            (inputs, function, E4M3, given, False, None if given is None else amax)
-            for (function, inputs), given in zip(activations, cycle((None, scale)), strict=False)
+            *(
+                (inputs, function, E4M3, tokens, given, False, None if given is None else amax)
+                for (function, inputs), given in zip(activations, cycle((None, scale)), strict=False)
+            ),
+            (*gated, E4M3, experts, None, False, None),
+            (*plain_experts, E4M3, experts, scale, False, amax),
+            (*geglu, E4M3, experts, scale, False, torch.zeros(3)),
         ],
         "activation_backward_quantize": [
-            (x, inputs, function, E5M2, given, False, None if given is None else amax, E4M3, scale, given is None)
-            for (function, inputs), given in zip(activations, cycle((None, scale)), strict=False)
+            *(
+                (x, inputs, function, E5M2, tokens, given, False, of_given, E4M3, scale, given is None)
+                for (function, inputs), (given, of_given) in zip(
+                    activations, cycle(((None, None), (scale, amax))), strict=False
+                )
+            ),
+            (grad_of_experts, *gated, E5M2, experts, None, True, None, E4M3, scale, False),
+            (grad_of_experts, *plain_experts, E5M2, experts, scale, False, amax, E4M3, scale, False),
+            (grad_of_experts, *geglu, E5M2, experts, scale, False, torch.zeros(3), E4M3, scale, False),
         ],
         "activation_quantize_blocks": [(wide_x, Activation(kind), E4M3, row.is_gated) for kind, row in KINDS.items()],
         "activation_backward_quantize_blocks": [
@@ -170,26 +189,8 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
             (_fp8(T, 256, E5M2), torch.rand(2, T), source, 3, offsets, True, False, False),
         ],
         "sum_rows": [(of_experts, rows_of_tokens)],
-        "expert_activation": [(*gated, Activation("swiglu")), (*plain_experts, Activation("squared_relu"))],
-        "expert_activation_backward": [
-            (grad_of_experts, *gated, Activation("swiglu")),
-            (grad_of_experts, *plain_experts, Activation("squared_relu")),
-        ],
-        "expert_activation_amax": [(*gated, Activation("swiglu")), (*plain_experts, Activation("squared_relu"))],
-        "expert_activation_backward_amax": [
-            (grad_of_experts, *gated, Activation("swiglu")),
-            (grad_of_experts, *plain_experts, Activation("squared_relu")),
-        ],
-        "expert_activation_quantize": [
-            (*gated, Activation("swiglu"), E4M3, None, False, None),
-            (*plain_experts, Activation("squared_relu"), E4M3, scale, False, amax),
-            (*gated, Activation("quick_geglu"), E4M3, scale, False, torch.zeros(3)),
-        ],
-        "expert_activation_backward_quantize": [
-            (grad_of_experts, *gated, Activation("swiglu"), E5M2, None, True, None, E4M3, scale),
-            (grad_of_experts, *plain_experts, Activation("squared_relu"), E5M2, scale, False, amax, E4M3, scale),
-            (grad_of_experts, *gated, Activation("quick_geglu"), E5M2, scale, False, torch.zeros(3), E4M3, scale),
-        ],
+        "expert_activation": [(*one, experts) for one in (gated, plain_experts)],
+        "expert_activation_backward": [(grad_of_experts, *one, experts) for one in (gated, plain_experts)],
         "expert_activation_quantize_blocks": [
             (torch.randn(3 * 128, 256).bfloat16(), probs, offsets, Activation("swiglu"), E4M3, True),
             (torch.randn(3 * 128, 128).bfloat16(), probs, offsets, Activation("gelu"), E4M3, False),

@@ -27,7 +27,8 @@ from ..quantize.blocks import block_scales_shape
 from ..quantize.blocks_triton import cast_block_rows, cast_transposed
 from ..quantize.triton import load_inside, no_values, sum_of_programs
 from ..shapes import cdiv, empty
-from .triton import ExpertRows, constant, value_and_derivatives, value_of, weighted
+from .reference import NO_EXPERTS, ExpertRows
+from .triton import constant, value_and_derivatives, value_of, weighted
 
 #: Rows, or columns, of a tile that a program casts.
 _PART = 32
@@ -159,11 +160,11 @@ def activation_quantize_blocks(
     z: Tensor, activation: Activation, dtype: torch.dtype, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
     """`reference.activation_quantize_blocks` in one launch."""
-    return quantize_rows_in_blocks(z, activation, dtype, power_of_two, None)
+    return quantize_rows_in_blocks(z, activation, dtype, power_of_two, NO_EXPERTS)
 
 
 def quantize_rows_in_blocks(
-    z: Tensor, activation: Activation, dtype: torch.dtype, power_of_two: bool, experts: ExpertRows | None
+    z: Tensor, activation: Activation, dtype: torch.dtype, power_of_two: bool, experts: ExpertRows
 ) -> tuple[Tensor, Tensor]:
     """`activation_quantize_blocks`, of experts too."""
     T, F = len(z), z.shape[1] // activation.row.num_inputs
@@ -177,7 +178,7 @@ def activation_backward_quantize_blocks(
     grad: Tensor, z: Tensor, activation: Activation, dtype: torch.dtype, column_sums: bool, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`reference.activation_backward_quantize_blocks`: one launch, and one that adds up the tiles' column sums."""
-    return backward_quantize_rows_in_blocks(grad, z, activation, dtype, column_sums, power_of_two, None)
+    return backward_quantize_rows_in_blocks(grad, z, activation, dtype, column_sums, power_of_two, NO_EXPERTS)
 
 
 def backward_quantize_rows_in_blocks(
@@ -187,13 +188,15 @@ def backward_quantize_rows_in_blocks(
     dtype: torch.dtype,
     column_sums: bool,
     power_of_two: bool,
-    experts: ExpertRows | None,
+    experts: ExpertRows,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`activation_backward_quantize_blocks`, of experts too: then the sums are the probabilities' gradients, [T]."""
     (T, Z), F = z.shape, grad.shape[1]
     device = z.device
     outputs = (*_blocks(T, Z, dtype, device), *_blocks(Z, T, dtype, device), *_blocks(F, T, dtype, device))
-    num_sums = (F // GEMM_BLOCK, T) if experts is not None else (cdiv(T, GEMM_BLOCK), Z) if column_sums else (1, 0)
+    num_sums = (
+        (F // GEMM_BLOCK, T) if experts.probs is not None else (cdiv(T, GEMM_BLOCK), Z) if column_sums else (1, 0)
+    )
     sums = empty(*num_sums, torch.float32, device)
     _, launch = _launches(
         T, F, _num_experts(experts), MAX_FINITE[dtype], power_of_two, column_sums, constant(activation)
@@ -202,13 +205,13 @@ def backward_quantize_rows_in_blocks(
     return *outputs, sum_of_programs(sums[None])[0]
 
 
-def _num_experts(experts: ExpertRows | None) -> int:
-    return 0 if experts is None else len(experts.offsets) - 1
+def _num_experts(experts: ExpertRows) -> int:
+    return 0 if experts.offsets is None else len(experts.offsets) - 1
 
 
-def _operands(experts: ExpertRows | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def _operands(experts: ExpertRows, device: torch.device) -> tuple[Tensor, Tensor]:
     none = no_values(torch.float32, device)
-    return (none, none) if experts is None else (experts.probs, experts.offsets)
+    return none if experts.probs is None else experts.probs, none if experts.offsets is None else experts.offsets
 
 
 def _blocks(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

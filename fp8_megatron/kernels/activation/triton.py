@@ -11,8 +11,6 @@ can differ from the specification's at rounding boundaries. Squared ReLU's do no
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +40,7 @@ from ..quantize.triton import (
     take_scale,
 )
 from ..shapes import cdiv
+from .reference import ExpertRows
 
 # Measured on an H200 at 8192 tokens of GPT-7B.
 _NUM_WARPS = 4
@@ -445,28 +444,19 @@ def constant(activation: Activation) -> tuple[str | float, ...]:
     return activation.kind, activation.row.is_gated, *activation.parameters
 
 
-class ExpertRows(NamedTuple):
-    """Rows of experts: their probabilities FP32 [T], and where groups start, int32 [E + 1]."""
-
-    probs: Tensor
-    offsets: Tensor
-
-
-def _rows_launched(experts: ExpertRows | None, stand_in: Tensor) -> tuple[tuple[Tensor, Tensor], int, bool]:
+def _rows_launched(experts: ExpertRows, stand_in: Tensor) -> tuple[tuple[Tensor, Tensor], int, bool]:
     """What kernels take of `experts`: two tensors, the number of experts, and whether there are any."""
-    if experts is None:
+    if experts.probs is None or experts.offsets is None:
         return (stand_in, stand_in), 0, False
     return (experts.probs, experts.offsets), len(experts.offsets) - 1, True
 
 
-def _tile_sizes(F: int, experts: ExpertRows | None) -> tuple[int, int]:
+def _tile_sizes(F: int, experts: ExpertRows) -> tuple[int, int]:
     """Rows and columns of a tile. Experts are often narrower than one of many columns."""
-    return (_ROWS, _COLUMNS) if experts is None or F % _COLUMNS == 0 else _NARROW_TILE
+    return (_ROWS, _COLUMNS) if experts.probs is None or F % _COLUMNS == 0 else _NARROW_TILE
 
 
-def _partial_amaxes(
-    z: Tensor, grad: Tensor | None, activation: Activation, experts: ExpertRows | None
-) -> tuple[Tensor, int]:
+def _partial_amaxes(z: Tensor, grad: Tensor | None, activation: Activation, experts: ExpertRows) -> tuple[Tensor, int]:
     T, F = z.shape[0], z.shape[1] // activation.row.num_inputs
     rows, columns = _tile_sizes(F, experts)
     num_tiles = cdiv(T, rows) * cdiv(F, columns)
@@ -482,45 +472,26 @@ def _partial_amaxes(
     return partials, num_partials
 
 
-def activation_amax(z: Tensor, activation: Activation) -> Tensor:
+def activation_amax(z: Tensor, activation: Activation, experts: ExpertRows) -> Tensor:
     """`reference.activation_amax`: FP32 [1]."""
-    return amax_of_rows(z, None, activation, None)
+    return partials_to_amax(*_partial_amaxes(z.contiguous(), None, activation, experts))
 
 
-def activation_backward_amax(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
+def activation_backward_amax(grad: Tensor, z: Tensor, activation: Activation, experts: ExpertRows) -> Tensor:
     """`reference.activation_backward_amax`: FP32 [1]."""
-    return amax_of_rows(z, grad, activation, None)
-
-
-def amax_of_rows(z: Tensor, grad: Tensor | None, activation: Activation, experts: ExpertRows | None) -> Tensor:
-    """Amax of the activation, or with `grad` of the gradient of z, FP32 [1]."""
-    return partials_to_amax(
-        *_partial_amaxes(z.contiguous(), None if grad is None else grad.contiguous(), activation, experts)
-    )
+    return partials_to_amax(*_partial_amaxes(z.contiguous(), grad.contiguous(), activation, experts))
 
 
 def activation_quantize(
     z: Tensor,
     activation: Activation,
     dtype: torch.dtype,
+    experts: ExpertRows,
     scale: Tensor | None,
     power_of_two: bool,
     amax_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.activation_quantize`: one launch with a given scale, two under current scaling."""
-    return quantize_rows(z, activation, dtype, scale, power_of_two, amax_out, None)
-
-
-def quantize_rows(
-    z: Tensor,
-    activation: Activation,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    power_of_two: bool,
-    amax_out: Tensor | None,
-    experts: ExpertRows | None,
-) -> tuple[Tensor, Tensor]:
-    """`activation_quantize`, of experts too."""
     z = z.contiguous()
     T, F = z.shape[0], z.shape[1] // activation.row.num_inputs
     payload = torch.empty((T, F), dtype=dtype, device=z.device)
@@ -529,7 +500,7 @@ def quantize_rows(
     partials, num_partials = _partial_amaxes(z, None, activation, experts) if current else (z, 0)
     used = taken if scale is None else scale
     amax_taken = used if amax_out is None else amax_out
-    if not activation.row.is_gated and experts is None:
+    if not activation.row.is_gated and experts.probs is None:
         per_program = _FLAT_TILE * _FLAT_TILES
         _flat_quantize[(cdiv(z.numel(), per_program),)](
             z, payload, used, partials, amax_taken, z.numel(), num_partials,
@@ -555,6 +526,7 @@ def activation_backward_quantize(
     z: Tensor,
     activation: Activation,
     dtype: torch.dtype,
+    experts: ExpertRows,
     scale: Tensor | None,
     power_of_two: bool,
     amax_out: Tensor | None,
@@ -563,30 +535,11 @@ def activation_backward_quantize(
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`reference.activation_backward_quantize`: one launch (two under current scaling), and one that adds up the tiles'
-    column sums.
+    sums.
 
     Raises:
         ValueError: the number of rows is not a multiple of 4, or of columns not a multiple of 16.
     """
-    return backward_quantize_rows(
-        grad, z, activation, dtype, scale, power_of_two, amax_out, activation_dtype, activation_scale, column_sums, None
-    )
-
-
-def backward_quantize_rows(
-    grad: Tensor,
-    z: Tensor,
-    activation: Activation,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    power_of_two: bool,
-    amax_out: Tensor | None,
-    activation_dtype: torch.dtype,
-    activation_scale: Tensor,
-    column_sums: bool,
-    experts: ExpertRows | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`activation_backward_quantize`, of experts too: then the sums are the probabilities' gradients, FP32 [T]."""
     grad, z = grad.contiguous(), z.contiguous()
     (T, Z), F = z.shape, grad.shape[1]
     check_layouts(T, F)
@@ -598,7 +551,7 @@ def backward_quantize_rows(
     partials, num_partials = _partial_amaxes(z, grad, activation, experts) if current else (z, 0)
     used = taken if scale is None else scale
     gated = _GATED_BACKWARD_SUMMED if column_sums else _GATED_BACKWARD
-    flat = _FLAT_BACKWARD if experts is None else _FLAT_BACKWARD_EXPERTS
+    flat = _FLAT_BACKWARD if experts.probs is None else _FLAT_BACKWARD_EXPERTS
     tile_m, num_warps, tiles, stages = gated if activation.row.is_gated else flat
     tiles_k, blocks = cdiv(F, _TILE_K), cdiv(T, tiles * tile_m)
     is_even = T % (tiles * tile_m) == 0 and F % _TILE_K == 0

@@ -18,66 +18,12 @@ from torch import Tensor
 
 from ...activation_functions import Activation
 from ..activation.blocks_triton import backward_quantize_rows_in_blocks, quantize_rows_in_blocks
-from ..activation.triton import (
-    ExpertRows,
-    amax_of_rows,
-    backward_quantize_rows,
-    constant,
-    load_inputs,
-    quantize_rows,
-    value_and_derivatives,
-    value_of,
-)
+from ..activation.reference import ExpertRows
+from ..activation.triton import constant, load_inputs, value_and_derivatives, value_of
 from ..shapes import cdiv
 
 # Rows and columns of a tile in 16 bits, and its warps; groups end at a multiple of 128 rows.
 _ROWS, _COLUMNS, _NUM_WARPS = 8, 256, 4
-
-
-def expert_activation_amax(z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation) -> Tensor:
-    """`activation_reference.expert_activation_amax`: FP32 [1]."""
-    return amax_of_rows(z, None, activation, ExpertRows(probs, offsets))
-
-
-def expert_activation_backward_amax(
-    grad: Tensor, z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation
-) -> Tensor:
-    """`activation_reference.expert_activation_backward_amax`: FP32 [1]."""
-    return amax_of_rows(z, grad, activation, ExpertRows(probs, offsets))
-
-
-def expert_activation_quantize(
-    z: Tensor,
-    probs: Tensor,
-    offsets: Tensor,
-    activation: Activation,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    power_of_two: bool,
-    amax_out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`activation_reference.expert_activation_quantize`: one launch with a given scale, two under current scaling."""
-    return quantize_rows(z, activation, dtype, scale, power_of_two, amax_out, ExpertRows(probs, offsets))
-
-
-def expert_activation_backward_quantize(
-    grad: Tensor,
-    z: Tensor,
-    probs: Tensor,
-    offsets: Tensor,
-    activation: Activation,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    power_of_two: bool,
-    amax_out: Tensor | None,
-    activation_dtype: torch.dtype,
-    activation_scale: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`activation_reference.expert_activation_backward_quantize`: one launch (two under current scaling), and one that
-    adds up the tiles' gradients of probabilities.
-    """
-    cast = (dtype, scale, power_of_two, amax_out, activation_dtype, activation_scale)
-    return backward_quantize_rows(grad, z, activation, *cast, False, ExpertRows(probs, offsets))
 
 
 def expert_activation_quantize_blocks(
@@ -144,26 +90,28 @@ def _activate_backward(
     tl.store(grad_probs + rows, tl.sum(total, axis=1, keep_dims=True))
 
 
-def expert_activation(z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation) -> Tensor:
+def expert_activation(z: Tensor, activation: Activation, experts: ExpertRows) -> Tensor:
     """`activation_reference.expert_activation` in one launch. Rows behind the last group are not written."""
+    assert experts.probs is not None and experts.offsets is not None
     z = z.contiguous()
     R, F = len(z), z.shape[1] // activation.row.num_inputs
     out = torch.empty((R, F), dtype=z.dtype, device=z.device)
     _activate[(cdiv(F, _COLUMNS), cdiv(R, _ROWS))](
-        z, probs, offsets, out, F, len(offsets) - 1, constant(activation), _ROWS, _COLUMNS,
+        z, experts.probs, experts.offsets, out, F, len(experts.offsets) - 1, constant(activation), _ROWS, _COLUMNS,
         num_warps=_NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
 
 def expert_activation_backward(
-    grad: Tensor, z: Tensor, probs: Tensor, offsets: Tensor, activation: Activation
+    grad: Tensor, z: Tensor, activation: Activation, experts: ExpertRows
 ) -> tuple[Tensor, Tensor]:
     """`activation_reference.expert_activation_backward` in one launch. Rows behind the last group are not written."""
+    assert experts.probs is not None and experts.offsets is not None
     grad, z = grad.contiguous(), z.contiguous()
     grad_z, grad_probs = torch.empty_like(z), torch.empty(len(z), dtype=torch.float32, device=z.device)
     _activate_backward[(cdiv(len(z), _ROWS),)](
-        grad, z, probs, offsets, grad_z, grad_probs, grad.shape[1], len(offsets) - 1, constant(activation),
-        _ROWS, _COLUMNS, num_warps=_NUM_WARPS, enable_fp_fusion=True,
+        grad, z, experts.probs, experts.offsets, grad_z, grad_probs, grad.shape[1], len(experts.offsets) - 1,
+        constant(activation), _ROWS, _COLUMNS, num_warps=_NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     return grad_z, grad_probs
