@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -18,23 +18,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..activation_functions import Activation
-from ..collectives.token_exchange import AllGather, AllToAll, TokenExchange
+from ..collectives.token_exchange import AllGather, AllToAll
 from ..config.moe import DROPPED, LOSSES, expert_capacity, reported_means
 from ..device.group import Group
 from ..dtypes import E4M3
-from ..nn.experts import (
-    SendTokens,
-    SumTokens,
-    exchange_choices,
-    experts,
-    fp8_experts,
-    grouped_by_expert,
-    recomputed,
-    with_biases,
-)
+from ..nn.experts import experts, fp8_experts, grouped_by_expert, recomputed, send_tokens, with_biases
 from ..nn.gemms import LinearParams
 from ..nn.links import LinearLinks
 from ..nn.parallelism import LOCAL, Exchanged, Local
+from ..nn.token_flight import Flight, SendTokens, StartSum, exchange_choices
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
 from .tensor_parallel import as_scaled
@@ -287,49 +279,68 @@ class Experts(torch.nn.Module):
         self.is_fp8, modules = recipe is not None, _recomputed_modules(config)
         self.recomputes, self.recomputes_activation = "moe" in modules, "moe_act" in modules
 
-    def exchange(self, routing_map: Tensor) -> TokenExchange | None:
-        """How ranks exchange the tokens of a call; what it needs to know of other ranks is on its way from here on.
-        None: they do not."""
+    def depart(self, x: Tensor) -> Flight | None:
+        """Start to send [T, H] where every rank gets every token; None: nothing leaves before the router is done."""
+        if self.ranks is None or not self.gathers:
+            return None
+        flight = Flight(AllGather(self.ranks, self.num_parts))
+        if self.is_fp8:
+            send_tokens(x, self.linear_fc1.linear_params(Exchanged(flight.exchange)), flight)
+        else:
+            flight.rows = flight.exchange.send(x.detach().contiguous())
+        return flight
+
+    def flight(self, routing_map: Tensor) -> Flight | None:
+        """How tokens go to their experts alone; what has to be known of other ranks is on its way from here on. None:
+        they stay."""
         if self.ranks is None:
             return None
-        if self.gathers:
-            return AllGather(self.ranks, self.num_parts)
-        return AllToAll(routing_map, self.ranks, self.num_parts, self.top_k)
+        return Flight(AllToAll(routing_map, self.ranks, self.num_parts, self.top_k))
 
     def forward(
-        self, x: Tensor, probs: Tensor, routing_map: Tensor, capacity: int, exchange: TokenExchange | None
-    ) -> Tensor:
-        """[T, H] → [T, H]; probabilities FP32 [T, E], routing map bool [T, E] with at most `capacity` tokens of each
-        expert."""
-        output = self._without_last_bias(x, probs, routing_map, capacity, exchange)
+        self, x: Tensor, probs: Tensor, routing_map: Tensor, capacity: int, flight: Flight | None
+    ) -> Callable[[], Tensor]:
+        """[T, H]; probabilities FP32 [T, E], routing map bool [T, E] with at most `capacity` tokens of each expert.
+
+        Returns:
+            What gives the output [T, H], which is on its way until then.
+        """
+        output = self._without_last_bias(x, probs, routing_map, capacity, flight)
         bias, ranks = self.linear_fc2.bias, self.ranks
-        if bias is None:
-            return output
-        if ranks is not None:  # a rank adds the biases of its own tokens' experts: fewer bytes than their outputs
-            bias = gather_from_sequence_parallel_region(bias.float(), group=ranks)
-        return with_biases(output, torch.where(routing_map, probs, 0.0), bias)
+
+        def arrived() -> Tensor:
+            whole = output if flight is None else flight.arrived(output)
+            if bias is None:
+                return whole
+            # A rank adds the biases of its own tokens' experts: fewer bytes than their outputs.
+            of_all = bias if ranks is None else gather_from_sequence_parallel_region(bias.float(), group=ranks)
+            return with_biases(whole, torch.where(routing_map, probs, 0.0), of_all)
+
+        return arrived
 
     def _without_last_bias(
-        self, x: Tensor, probs: Tensor, routing_map: Tensor, capacity: int, exchange: TokenExchange | None
+        self, x: Tensor, probs: Tensor, routing_map: Tensor, capacity: int, flight: Flight | None
     ) -> Tensor:
         fc1, fc2, num_routed = self.linear_fc1, self.linear_fc2, None
-        if exchange is not None:
+        if flight is not None:
+            exchange = flight.exchange
             probs, routing_map = exchange_choices(probs, routing_map, exchange)
             capacity, num_routed = capacity * exchange.group.size(), exchange.num_routed
         groups = grouped_by_expert(routing_map, self.top_k, capacity, num_routed)
         if self.is_fp8:
-            parallelism = LOCAL if exchange is None else Exchanged(exchange)
+            parallelism = LOCAL if flight is None else Exchanged(flight.exchange)
             params = (fc1.linear_params(parallelism), fc2.linear_params(parallelism))
-            return fp8_experts(x, probs, groups, *params, self.activation, recomputes=self.recomputes)
+            again = self.recomputes
+            return fp8_experts(x, probs, groups, *params, self.activation, recomputes=again, flight=flight)
 
         def in_16_bits(x: Tensor, probs: Tensor) -> Tensor:
-            if exchange is not None:
-                x = SendTokens.apply(x, exchange)
+            if flight is not None:
+                x = SendTokens.apply(x, flight)
             weights, again = (fc1.weight, fc2.weight), self.recomputes_activation and not self.recomputes
             return experts(x, probs, groups, *weights, self.activation, bias1=fc1.bias, recomputes_activation=again)
 
         output = recomputed(in_16_bits, x, probs) if self.recomputes else in_16_bits(x, probs)
-        return output if exchange is None else SumTokens.apply(output, exchange)
+        return output if flight is None else StartSum.apply(output, x.shape, flight)
 
 
 class SharedExpert(MLP):
@@ -392,13 +403,14 @@ class MixtureOfExperts(MegatronModule):
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """hidden_states [s, b, H] (behind the norm) → output [s, b, H], and no bias."""
+        flight = self.experts.depart(hidden_states.detach().view(-1, hidden_states.shape[-1]))
         probs, routing_map = self.router(hidden_states)
-        exchange = self.experts.exchange(routing_map)
-        # The device computes the shared expert while the host waits for what the exchange needs to know.
-        shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
+        flight = flight or self.experts.flight(routing_map)
         tokens, capacity = hidden_states.view(-1, hidden_states.shape[-1]), self.router.capacity(len(probs))
-        output = self.experts(tokens, probs, routing_map, capacity, exchange).view_as(hidden_states)
-        return output if shared is None else output + shared, None
+        output = self.experts(tokens, probs, routing_map, capacity, flight)
+        shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
+        whole = output().view_as(hidden_states)
+        return whole if shared is None else whole + shared, None
 
 
 @torch.no_grad()

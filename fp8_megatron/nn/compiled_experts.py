@@ -78,7 +78,9 @@ def _experts(
         note_forward(fc1)
         note_forward(fc2)
     fc1 = fc1._replace(bias=bias)
-    y, kept = experts_forward(x, probs, Groups(offsets, source, rows), fc1, fc2, layer.activation, recomputes=not keeps)
+    groups = Groups(offsets, source, rows)
+    pending, kept = experts_forward(x, probs, groups, fc1, fc2, layer.activation, recomputes=not keeps)
+    y = pending.wait()
     if not keeps:
         wide = x.new_empty(0, dtype=torch.float32)
         return y, x.new_empty(0, dtype=E4M3), wide, x.new_empty(0), wide.clone(), wide.clone()

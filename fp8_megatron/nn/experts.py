@@ -14,7 +14,8 @@ and backward begins with z's GEMM.
 
 Ranks that share the experts, each with other tokens, send each other the tokens in FP8, and add up what their experts
 give (fc1 and fc2 are `Exchanged`). Of the probabilities and the choice of experts each rank gets the columns of its
-experts. Which tokens a rank gets is the exchange's affair (`collectives.token_exchange`).
+experts. Which tokens a rank gets is the exchange's affair (`collectives.token_exchange`), and what is computed while
+they travel that of a `Flight`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.nn.functional import grouped_mm
 from torch.utils.checkpoint import checkpoint
 
 from ..activation_functions import Activation
-from ..collectives.token_exchange import TokenExchange
+from ..collectives.row_exchange import RowSum
 from ..dtypes import FP8_GEMM_MULTIPLE
 from ..formats.format import Format, Quantized
 from ..kernels import ops
@@ -38,58 +39,9 @@ from ..quantization.sources import ExpertActivationGradSource, ExpertActivationS
 from ..quantization.weight_grad import WeightGrad
 from .first_order import once_differentiable
 from .gemms import Computed, LinearParams, delivered_wgrad, transposed_weight, weight_operand
-
-
-def exchange_choices(probs: Tensor, routing_map: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
-    """What routers say of this rank's experts, from [T, E] of its tokens to [R, E / parts] of those that it gets.
-
-    Args:
-        probs: FP32, not negative.
-        routing_map: bool.
-    """
-    chosen: Tensor = _ExchangeChoices.apply(torch.where(routing_map, probs, -1.0), exchange)
-    is_chosen = chosen >= 0.0
-    return torch.where(is_chosen, chosen, 0.0), is_chosen
-
-
-class _ExchangeChoices(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, chosen: Tensor, exchange: TokenExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.send_choices(chosen)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.sum_choices(grad), None
-
-
-class SendTokens(torch.autograd.Function):
-    """[T, H] → [R, H], as `TokenExchange.send`, in x's dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.send(x.contiguous()).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.sum(grad).wait(), None
-
-
-class SumTokens(torch.autograd.Function):
-    """[R, H] → [T, H], as `TokenExchange.sum`."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, exchange: TokenExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.sum(y).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.send(grad.contiguous()).wait(), None
+from .parallelism import PendingSum
+from .rows import OperandRows
+from .token_flight import Flight
 
 
 def grouped_by_expert(
@@ -118,6 +70,7 @@ def fp8_experts(
     activation: Activation,
     *,
     recomputes: bool = False,
+    flight: Flight | None = None,
 ) -> Tensor:
     """Σ_e p_e · fc2_e(activation(fc1_e(x))) over each token's experts, in FP8; the weight gradients go to their
     ``main_grad``.
@@ -129,14 +82,25 @@ def fp8_experts(
         fc1, fc2: weights [E, Z, H] and [E, H, F]; fc1's bias [E, Z], or None. fc2's is for `with_biases`.
         activation: between both GEMMs.
         recomputes: compute fc1's output again in backward, bit for bit, instead of keeping it.
+        flight: of ranks that share the experts (`Exchanged`); None: none do.
 
     Returns:
-        BF16 [T, H].
+        BF16 [T, H]; with `flight` what stands for it until `Flight.arrived`.
     """
-    output: Tensor = _FP8Experts.apply(
-        x, probs, fc1.weight, fc2.weight, fc1.bias, groups, fc1, fc2, activation, recomputes, torch.is_grad_enabled()
-    )
+    call = (groups, fc1, fc2, activation, recomputes, flight, torch.is_grad_enabled())
+    output: Tensor = _FP8Experts.apply(x, probs, fc1.weight, fc2.weight, fc1.bias, *call)
     return output
+
+
+@torch.no_grad()
+def send_tokens(x: Tensor, fc1: LinearParams, flight: Flight) -> None:
+    """Cast tokens [T, H] for `fp8_experts` with this `flight`, and start to send them to all ranks."""
+    tokens = _cast_tokens(x, fc1)
+    flight.tokens = tokens, fc1.parallelism.gather(tokens)
+
+
+def _cast_tokens(x: Tensor, fc1: LinearParams) -> Quantized:
+    return fc1.quantizers.input.quantize(TensorSource(x), sync=fc1.parallelism.sync)
 
 
 def with_biases(output: Tensor, probs: Tensor, bias: Tensor) -> Tensor:
@@ -174,16 +138,18 @@ def experts_forward(
     activation: Activation,
     *,
     recomputes: bool,
-) -> tuple[Tensor, KeptByExperts]:
-    """`fp8_experts` without autograd, and what backward takes."""
-    tokens = fc1.quantizers.input.quantize(TensorSource(x), sync=fc1.parallelism.sync)
-    z = _fc1_output(tokens, fc1, groups)
+    flight: Flight | None = None,
+) -> tuple[RowSum | PendingSum, KeptByExperts]:
+    """`fp8_experts` without autograd, on its way, and what backward takes."""
+    sent: tuple[Quantized, OperandRows] | None = None if flight is None else flight.take("tokens")
+    tokens, rows = sent or (_cast_tokens(x, fc1), None)
+    z = _fc1_output(tokens, fc1, groups, rows)
     row_probs = probs_of_rows(probs, groups)
     hidden = fc2.quantizers.input.quantize(ExpertActivationSource(z, row_probs, groups.offsets, activation))
     y = hidden.multiply_groups(weight_operand(fc2), groups.offsets)
     kept = KeptByExperts(tokens.payload, tokens.scale, None if recomputes else z, row_probs, hidden.shared_scale)
     del z
-    return fc2.parallelism.sum(Computed(ops.sum_rows(y, groups.rows))), kept
+    return fc2.parallelism.start_sum(Computed(ops.sum_rows(y, groups.rows))), kept
 
 
 class ExpertGrads(NamedTuple):
@@ -206,11 +172,13 @@ def experts_backward(
     *,
     probs_shape: torch.Size,
     needs: Sequence[bool],
+    sent: OperandRows | None = None,
 ) -> ExpertGrads:
     """The gradients, as autograd or `main_grad` takes them.
 
     Args:
         grad_output: [T, H].
+        sent: `send_grad` of it; None: it has not been sent.
         needs: whether the first and the second weight and the first bias need one.
     """
     dtype, offsets, format = grad_output.dtype, groups.offsets, fc1.quantizers.input.format
@@ -218,7 +186,7 @@ def experts_backward(
     own_tokens, z = Quantized(kept.payload, None, kept.scale, format), kept.z
     if z is None:  # before the gradient is gathered: a gather may reuse the memory of the one before
         z = _fc1_output(own_tokens, fc1, groups, recomputes=True)
-    grad = fc2.cast_grad(grad_output.contiguous(), transposed=False)[0].whole()
+    grad = (sent or send_grad(grad_output, fc2)).whole()
     rows = grad.gather(groups, transposed=True)
     del grad
     source = ExpertActivationGradSource(
@@ -245,6 +213,11 @@ def experts_backward(
     return ExpertGrads(grad_x.wait(), grad_probs, grad_weight1, grad_weight2, grad_bias)
 
 
+def send_grad(grad_output: Tensor, fc2: LinearParams) -> OperandRows:
+    """Cast the gradient [T, H] of the output, and start to send it to the experts."""
+    return fc2.cast_grad(grad_output.contiguous(), transposed=False)[0]
+
+
 class _FP8Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -259,27 +232,37 @@ class _FP8Experts(torch.autograd.Function):
         fc2: LinearParams,
         activation: Activation,
         recomputes: bool,
+        flight: Flight | None,
         needs_backward: bool,
     ) -> Tensor:
-        y, kept = experts_forward(x, probs, groups, fc1, fc2, activation, recomputes=recomputes)
+        output, kept = experts_forward(x, probs, groups, fc1, fc2, activation, recomputes=recomputes, flight=flight)
         if needs_backward:
             ctx.save_for_backward(*kept, *groups)
-            ctx.call, ctx.probs_shape = (fc1, fc2, activation), probs.shape
-        return y
+            ctx.call, ctx.probs_shape, ctx.flight = (fc1, fc2, activation), probs.shape, flight
+        if flight is None:
+            return output.wait()
+        flight.output = output
+        if kept.z is not None:
+            flight.start_grad = lambda grad: send_grad(grad, fc2)
+        return flight.depart(x.shape, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved, num_kept = ctx.saved_tensors, len(KeptByExperts._fields)
         kept, groups = KeptByExperts(*saved[:num_kept]), Groups(*saved[num_kept:])
-        needs = ctx.needs_input_grad[2:5]
-        grads = experts_backward(grad_output, kept, groups, *ctx.call, probs_shape=ctx.probs_shape, needs=needs)
-        return *grads, *[None] * 6
+        needs, sent = ctx.needs_input_grad[2:5], None if ctx.flight is None else ctx.flight.take("grad")
+        shape = ctx.probs_shape
+        grads = experts_backward(grad_output, kept, groups, *ctx.call, probs_shape=shape, needs=needs, sent=sent)
+        return *grads, *[None] * 7
 
 
-def _fc1_output(tokens: Quantized, fc1: LinearParams, groups: Groups, *, recomputes: bool = False) -> Tensor:
-    """BF16 [R, Z] of this rank's tokens [T, H], and those of the ranks that share its experts."""
-    rows = fc1.parallelism.gather(tokens).whole().gather(groups)
+def _fc1_output(
+    tokens: Quantized, fc1: LinearParams, groups: Groups, sent: OperandRows | None = None, *, recomputes: bool = False
+) -> Tensor:
+    """BF16 [R, Z] of this rank's tokens [T, H], and those of the ranks that share its experts, unless they are `sent`
+    already."""
+    rows = (sent or fc1.parallelism.gather(tokens)).whole().gather(groups)
     z = rows.multiply_groups(weight_operand(fc1, recomputes=recomputes), groups.offsets)
     if fc1.bias is not None:
         z += fc1.bias.detach().to(z.dtype)[_expert_of_rows(groups)]

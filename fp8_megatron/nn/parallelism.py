@@ -94,6 +94,10 @@ class Local:
         """This rank's part of the output, plus `addend`."""
         return output.compute(addend)
 
+    def start_sum(self, output: Summand) -> RowSum | PendingSum:
+        """Start `sum` of experts' output."""
+        return PendingSum(output.compute())
+
     def start_grad_sum(self, grad_input: Summand) -> RowSum | PendingSum:
         """Start the gradient of this rank's part of the input."""
         return PendingSum(grad_input.compute())
@@ -209,11 +213,11 @@ class Exchanged(Local):
             return SharedScaleRows(self._exchange.send(part.payload), part)
         return RowsWithScales(self._exchange.send(RowsWithScales.packed(part)), part)
 
-    def sum(self, output: Summand, addend: Tensor | None = None) -> Tensor:
-        return self._exchange.sum(output.compute()).wait(addend)
+    def start_sum(self, output: Summand) -> RowSum:
+        return self._exchange.sum(output.compute())
 
     def start_grad_sum(self, grad_input: Summand) -> RowSum:
-        return self._exchange.sum(grad_input.compute())
+        return self.start_sum(grad_input)
 
     def cast_grad(
         self,

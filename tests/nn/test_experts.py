@@ -16,16 +16,15 @@ from fp8_megatron.activation_functions import Activation
 from fp8_megatron.collectives.token_exchange import AllGather, AllToAll, TokenExchange
 from fp8_megatron.dtypes import E4M3
 from fp8_megatron.nn.experts import (
-    SendTokens,
-    SumTokens,
-    exchange_choices,
     experts,
     fp8_experts,
     grouped_by_expert,
+    send_tokens,
     with_biases,
 )
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.nn.parallelism import Exchanged
+from fp8_megatron.nn.token_flight import Flight, SendTokens, StartSum, exchange_choices
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
@@ -184,21 +183,27 @@ def _on_ranks(
     x.requires_grad_()
     probs.requires_grad_()
     exchange: TokenExchange = AllGather(group, num_ranks) if gathers else AllToAll(chosen, group, num_ranks, TOP_K)
+    flight = Flight(exchange)
     received_probs, received = exchange_choices(probs, chosen, exchange)
     groups = grouped_by_expert(received, TOP_K, None, exchange.num_routed)
     own = [own_part(value) for value in weights("swiglu")]
     if recipe is not None:
         parallelism = Exchanged(exchange)
         fc1, fc2 = (fp8_layer(value, "cpu", recipe)[0]._replace(parallelism=parallelism) for value in own)
-        output = fp8_experts(x, received_probs, groups, fc1, fc2, activation, recomputes=recomputes)
+        if gathers:
+            send_tokens(x, fc1, flight)
+        output = fp8_experts(x, received_probs, groups, fc1, fc2, activation, recomputes=recomputes, flight=flight)
+        output = flight.arrived(output)
         output.backward(grad)
         of_weights = [layer.weight.main_grad.grads[0] for layer in (fc1, fc2)]  # type: ignore[attr-defined]
     else:
         own = [value.bfloat16().requires_grad_() for value in own]
+        if gathers:
+            flight.rows = exchange.send(x.detach())
         y = experts(
-            SendTokens.apply(x, exchange), received_probs, groups, *own, activation, recomputes_activation=recomputes
+            SendTokens.apply(x, flight), received_probs, groups, *own, activation, recomputes_activation=recomputes
         )
-        output = SumTokens.apply(y, exchange)
+        output = flight.arrived(StartSum.apply(y, x.shape, flight))
         output.backward(grad)
         of_weights = [value.grad for value in own]  # type: ignore[misc]
     return [output.detach(), x.grad, probs.grad, *of_weights]  # type: ignore[list-item]

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from torch import Tensor
 
-from fp8_megatron.config.schema import ParallelConfig, PrecisionConfig
+from fp8_megatron.collectives.row_exchange import Rows, RowSum
+from fp8_megatron.collectives.token_exchange import AllGather, AllToAll
+from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.mcore.moe import Experts, Router, SharedExpert
+from fp8_megatron.nn.token_flight import Flight
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.pairs import EVERY_PAIR
 from tests.harness.ranks import RankPool
-from tests.harness.tiny_gpt import LLAMA_STYLE, TinyRun, random_batches, tiny_optimizer
+from tests.harness.tiny_gpt import LLAMA_STYLE, TinyRun, random_batches, tiny_optimizer, train_tiny_gpt
 from tests.parallel.layouts import assert_same_bits, run
 from tests.parallel.test_context_parallel import config_of, gradients
 
@@ -214,6 +220,92 @@ def test_gradients_of_biases_and_sinks_are_one_ranks(ranks: RankPool, layout: st
     for name in biases:
         of_weight = min(found[name.replace(".bias", ".weight")], 50.0)
         assert of_weight > 12.0 and found[name] > of_weight - 6.0, (name, found)
+
+
+def order_of_a_step(config: Config, tokens: Tensor) -> list[str]:
+    """What one layer with experts does in a step of a micro-batch a rank, in the order of its launches."""
+    events: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **settings: Any) -> Any:
+            events.append(name)
+            result = function(*args, **settings)
+            if name == "shared":
+                result.register_hook(lambda _: events.append("shared backward"))
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for cls, method, name in (
+            (Router, "forward", "router"),
+            (SharedExpert, "forward", "shared"),
+            (AllGather, "send", "send"),
+            (AllToAll, "send", "send"),
+            (AllGather, "sum", "sum"),
+            (AllToAll, "sum", "sum"),
+            (Rows, "wait", "rows"),
+            (RowSum, "wait", "sums"),
+        ):
+            patch.setattr(cls, method, noting(name, getattr(cls, method)))
+        train_tiny_gpt(config, tokens)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [("bf16", "ep2"), ("delayed", "ep2"), ("bf16", "ep2_alltoall"), ("delayed", "ep2_alltoall")],
+)
+def test_the_router_and_the_shared_expert_run_while_tokens_travel(ranks: RankPool, precision: str, layout: str) -> None:
+    num_ranks, parallel = LAYOUTS[layout]
+    config = config_of(replace(MODEL, num_layers=1), parallel, "bf16")
+    config = replace(config, precision=PRECISIONS[precision])
+    first, *others = ranks.run(order_of_a_step, config, random_batches(1, 2), num_ranks=num_ranks)
+    assert all(other == first for other in others)
+    start = ["router", "send"] if "alltoall" in layout else ["send", "router"]
+    forward = [*start, "rows", "sum", "shared", "sums"]
+    assert first[: len(forward)] == forward
+    backward = ["send", "shared backward", "rows"]
+    assert first[len(forward) : len(forward) + len(backward)] == backward
+    assert first[len(forward) + len(backward) :].count("sum") == 1
+
+
+def train_without_overlap(config: Config, tokens: Tensor) -> TinyRun:
+    """As `train_tiny_gpt`, where each exchange starts where its result is read."""
+    take = Flight.take
+
+    def stay(experts: Experts, x: Tensor) -> Flight | None:
+        return Flight(AllGather(experts.ranks, experts.num_parts)) if experts.ranks and experts.gathers else None
+
+    def only_sums(flight: Flight, name: str) -> Any:
+        return take(flight, name) if name == "output" else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experts, "depart", stay)
+        patch.setattr(Flight, "take", only_sums)
+        return train_tiny_gpt(config, tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "layout"),
+    [
+        ("softmax", "bf16", "ep2"),
+        ("softmax", "delayed", "ep2"),
+        pytest.param("sigmoid", "O3", "ep2_alltoall", marks=pytest.mark.slow),
+        pytest.param("blocks", "blockwise", "ep2", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "bf16", "ep2_alltoall", marks=pytest.mark.slow),
+        pytest.param("sigmoid", "O2", "tp2_experts_of_ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_overlap_has_the_bits_of_waiting_at_once(
+    ranks: RankPool, trained: Trained, model: str, precision: str, layout: str
+) -> None:
+    num_ranks, parallel = LAYOUTS[layout]
+    batches = random_batches(1, 4, seq_length=128).expand(4, -1, -1, -1) if model == "blocks" else BATCHES
+    settings = {"parallel": parallel, "optimizer": tiny_optimizer(lr=5e-4), "train": train_without_overlap}
+    base = {1: "one", 2: "dp2", 4: "tp2_sp_pp2"}[num_ranks]
+    waiting = run(ranks, MODELS[model], PRECISIONS[precision], base, batches, **settings)
+    assert_same_bits(trained(model, precision, layout), waiting)
 
 
 RECOMPUTED = [
