@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class RuleEntry:
         holds_squares: some state averages squares of gradients.
         split_place: of the rule over a split master; None: there is none.
         settings: for an option, the trainer's settings that give it. Others are given by ``--optimizer-options``.
+        hidden_power: with muP, the learning rate of matrices of layers is multiplied by this power of the width over
+            that of the base (arXiv 2203.03466, table 8).
+        other_power: the same of vectors and embeddings, the output layer included.
         rest: of a rule of matrices, the rule of all other parameters, whose options are among its own; None: the rule
             takes all parameters.
     """
@@ -34,7 +37,48 @@ class RuleEntry:
     holds_squares: bool = False
     split_place: str | None = None
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hidden_power: int = -1
+    other_power: int = 0
     rest: str | None = None
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How a parameter's learning rate follows from those of the run.
+
+    Attributes:
+        is_decoupled: it is the one of embedding and output layer.
+        lr_mult: what multiplies it, and the rule's ``eps`` with it.
+    """
+
+    is_decoupled: bool = False
+    lr_mult: float = 1.0
+
+    def ends(self, run: RunRates) -> tuple[float, float]:
+        """Its peak, and its value at the end of the decay."""
+        peak, least = (run.decoupled_lr, run.decoupled_min_lr) if self.is_decoupled else (None, None)
+        return (
+            (run.lr if peak is None else peak) * self.lr_mult,
+            (run.min_lr if least is None else least) * self.lr_mult,
+        )
+
+
+#: The run's own.
+RUNS_RATE = Rate()
+
+
+class RunRates(Protocol):
+    """The learning rates of a run: peak and end of the decay, and those of embedding and output layer; None: the same
+    as of the others."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def min_lr(self) -> float: ...
+    @property
+    def decoupled_lr(self) -> float | None: ...
+    @property
+    def decoupled_min_lr(self) -> float | None: ...
 
 
 _ADAMW = RuleEntry(
@@ -56,6 +100,8 @@ _SGD = RuleEntry(
     MappingProxyType({"momentum": 0.9, "dampening": 0.0, "nesterov": False}),
     stands_for=("torch.optim.sgd.SGD",),
     settings=MappingProxyType({"momentum": ("sgd_momentum",)}),
+    hidden_power=0,
+    other_power=1,
 )
 _LION = RuleEntry(
     "lion.Lion",
@@ -93,6 +139,7 @@ _MUON = RuleEntry(
             "tp_mode": ("muon_tp_mode",),
         }
     ),
+    hidden_power=0,
     rest="adamw",
 )
 #: By the names of ``--optimizer``.

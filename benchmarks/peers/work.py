@@ -268,6 +268,7 @@ def _check(config: Config) -> None:
             training.step_batch_size_schedule
         ),
         f"--optimizer {config.optimizer.optimizer}": config.optimizer.optimizer not in ("adam", "adamw", "muon"),
+        "--use-mup": config.model.use_mup,
         f"--decoupled-lr {config.optimizer.decoupled_lr}": config.optimizer.decoupled_lr is not None,
         f"--iterations-to-skip {' '.join(training.iterations_to_skip)}": bool(training.iterations_to_skip),
         f"--mlp-chunks-for-training {training.mlp_chunks_for_training}": training.mlp_chunks_for_training > 1,

@@ -36,7 +36,6 @@ NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "multi_latent_attention": (None, False),
         "no_rope_freq": (None,),
         "qk_l2_norm": (None, False),
-        "use_mup": (None, False),
     }
 )
 

@@ -107,8 +107,14 @@ def _value(slot: Slot, state: Resumable, read: _ReadsLayer, granularity: int) ->
     if key.startswith(_ROUTER):
         region = slot.region
         assert region is not None and model.num_experts is not None
-        settings = {"std": model.init_method_std, "num_layers": model.num_layers, "seed": state.config.training.seed}
-        ((_, drawn),) = initial_values({slot.name: slot.param}, region_of=lambda _: region, **settings)  # type: ignore[arg-type]
+        ((_, drawn),) = initial_values(
+            {slot.name: slot.param},
+            std=model.init_method_std,
+            num_layers=model.num_layers,
+            width_mult=model.width_mult,
+            seed=state.config.training.seed,
+            region_of=lambda _: region,
+        )
         return drawn[: model.num_experts // granularity].repeat_interleave(granularity, dim=0).cpu()
     return read(key, layer)
 

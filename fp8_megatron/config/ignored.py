@@ -19,6 +19,7 @@ from .fim import FimConfig
 from .megatron_flags import megatron_options
 from .model import SETTINGS_WITHOUT_YARN, YARN_SETTINGS
 from .moe import MoeConfig
+from .mup import MupConfig
 from .schema import Config, TokenizerType
 
 #: Values of --tokenizer-type.
@@ -205,6 +206,12 @@ _RULES = (
     ),
     Ignored(
         "moe_use_upcycling expert_model_parallel_size", "num_experts", (None,), "give --num-experts", is_error=True
+    ),
+    # The run would not be muP's.
+    Ignored(
+        " ".join(each.name for each in fields(MupConfig) if each.name != "use_mup"),
+        *("use_mup", (False,), "give --use-mup"),
+        is_error=True,
     ),
     Ignored("moe_upcycling_granularity", "moe_use_upcycling", (False,), "give --moe-use-upcycling"),
     Ignored(

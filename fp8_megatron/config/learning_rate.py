@@ -84,7 +84,8 @@ class LearningRateSchedule:
 
 
 def schedule_notes(config: Config, world_size: int) -> Iterator[str]:
-    """One line for each count that is cut: samples that no step trains on, and a warm-up longer than the run."""
+    """One line for each count that is cut: samples that no step trains on, and a warm-up longer than the run; and for
+    updates that no width leaves alike under muP."""
     samples, batches = config.training.train_samples, config.batch_schedule(world_size)
     if samples is not None and not batches.is_constant:
         rest = samples - batches.num_samples(batches.num_steps(samples))
@@ -100,6 +101,9 @@ def schedule_notes(config: Config, world_size: int) -> Iterator[str]:
             f"{asked_by}({asked}) does not fit into {length}({config.train_counts}): the warm-up is cut to {count:.0f} "
             f"{unit}"
         )
+    optimizer = config.optimizer
+    if config.model.use_mup and optimizer.optimizer == "muon" and optimizer.muon_scale_mode == "spectral":
+        yield "muon_scale_mode(spectral) makes updates grow with the width: with use_mup give unit_rms_norm"
 
 
 def scaled(saved: Mapping[str, Any], batch_size: int, saved_batch_size: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Literal
 from ..activation_functions import GELUS, KINDS, Activation
 from .fields import AtLeastOne, BelowOne, Count, Layers, NotNegative, Positive, Size, UpToOne
 from .moe import MoeConfig
+from .mup import MupConfig
 from .words import number, whole_number
 
 #: Layers that a pattern may describe: `fields.Layers`' limit.
@@ -311,7 +312,7 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig(MoeConfig, DecoderConfig):
+class ModelConfig(MupConfig, MoeConfig, DecoderConfig):
     """The GPT: GPT-3 style by default (learned positions, LayerNorm, GELU, biases, tied head), Llama style by flags,
     and its experts, if it has any."""
 
@@ -345,6 +346,30 @@ class ModelConfig(MoeConfig, DecoderConfig):
             return {}
         factors = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
         return {name: number(factor) for name, factor in factors}
+
+    @property
+    def width_mult(self) -> float:
+        """muP's m: the width over that of the base; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention's scores are multiplied by: 1 / √d for heads of width d, or what muP has in its place."""
+        if not self.use_mup:
+            return 1.0 / math.sqrt(self.head_dim)
+        base = 1.0 if self.mup_base_head_dim is None else math.sqrt(self.mup_base_head_dim)
+        return base / float(self.head_dim) ** self.mup_attn_scale_power
+
+    @property
+    def embedding_mult(self) -> float:
+        """What the embedding is multiplied by."""
+        return self.mup_embedding_mult if self.use_mup else 1.0
+
+    @property
+    def output_mult(self) -> float:
+        """What the logits are multiplied by."""
+        given = self.mup_output_mult if self.use_mup else 1.0
+        return 1.0 / self.width_mult if given == 1.0 else given
 
 
 #: Switches that choose the MLP's activation. Without one it is GELU.

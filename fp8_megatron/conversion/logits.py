@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.weights import WeightReader
 from ..config.schema import Config, ModelConfig, ParallelConfig
-from ..mcore.gpt import gpt_arguments
+from ..mcore.gpt import gpt_arguments, multiply_ends
 from ..mcore.layer_spec import Attention, block_submodules
 from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
@@ -124,6 +124,7 @@ def _single_layer(model: ModelConfig, num_rows: int, kind: _Kind) -> GPTModel:
     table = rotary_table(model, _CPU)
     if table is not None:
         module.rotary_pos_emb = table
+    multiply_ends(module, model)
     return module.eval()
 
 

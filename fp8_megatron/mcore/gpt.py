@@ -64,10 +64,14 @@ class GPT(MegatronGPT):
     output_layer: ColumnParallelLinear
     loss_chunk_size: int | None = None
 
-    def use_fp8_head(self, recipe: Recipe) -> None:
-        """Compute the final norm, the LM head and the loss as one FP8 function. The decoder defers its norm."""
+    def use_fp8_head(self, recipe: Recipe, output_mult: float = 1.0) -> None:
+        """Compute the final norm, the LM head and the loss as one FP8 function. The decoder defers its norm.
+
+        Args:
+            output_mult: multiplies the logits.
+        """
         self.output_layer = FP8OutputLayer(
-            self.output_layer, self.decoder.final_layernorm, recipe, self.unpadded_vocab_size
+            self.output_layer, self.decoder.final_layernorm, recipe, self.unpadded_vocab_size, output_mult
         )
 
     def use_rotary_table(self, table: RotaryTable) -> None:
@@ -249,8 +253,10 @@ class _ChunkBuilder:
             module.use_rotary_table(self.table)
         if isinstance(module, GPT):
             module.loss_chunk_size = self.config.training.loss_chunk_size
-        if self.config.has_fp8_lm_head and module.post_process:
-            module.use_fp8_head(recipe)
+        has_fp8_head = self.config.has_fp8_lm_head and module.post_process
+        if has_fp8_head:
+            module.use_fp8_head(recipe, self.config.model.output_mult)
+        multiply_ends(module, self.config.model, has_fp8_head=has_fp8_head)
         _tag_vocab_parallel(module)
         if module.pre_process and module.embedding.add_position_embedding:
             # The only parameter that megatron-core leaves in FP32 on the CPU.
@@ -259,6 +265,25 @@ class _ChunkBuilder:
             casts = named_quantizers_of_model(module)
             recipe.history.name_layers({layer: list(quantizers.slots()) for layer, quantizers in casts.items()})
             recipe.history.allocate(self.device)
+
+
+def multiply_ends(module: GPTModel, model: ModelConfig, *, has_fp8_head: bool = False) -> None:
+    """Multiply a model chunk's embedding and logits as muP asks for.
+
+    The embedding is multiplied behind its dropout, which gives what a factor in front of it would. In the place of the
+    logits it is the head's input, which has fewer elements.
+
+    Args:
+        has_fp8_head: the chunk has an `FP8OutputLayer`, which multiplies logits itself.
+    """
+    ends: list[tuple[torch.nn.Module, float]] = []
+    if module.pre_process:
+        ends.append((module.embedding, model.embedding_mult))
+    if module.post_process and not has_fp8_head:
+        ends.append((module.decoder.final_layernorm, model.output_mult))
+    for end, factor in ends:
+        if factor != 1.0:
+            end.register_forward_hook(lambda _, args, output, factor=factor: output * factor)
 
 
 def gpt_arguments(model: ModelConfig, *, is_te: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..dtypes import FP8_GEMM_MULTIPLE
 from ..nn.lm_head import fp8_norm_head_logits, fp8_norm_head_loss
+from ..nn.normed import NormParams
 from ..quantization.recipe import Recipe
 from ..storage import RecipeName
 from .norm import DeferredNorm
@@ -24,13 +25,19 @@ class FP8OutputLayer(ColumnParallelLinear):
         norm: the final norm. It is computed here but not registered here: its parameters stay where they are.
         recipe: scaling of the norm's output and of the gradient.
         vocab_size: tokens of the vocabulary; later rows of the weight are padding. None: no padding.
+        output_mult: multiplies the logits. The norm's parameters are multiplied in its place, in their dtype.
 
     Raises:
         ValueError: a rank's part of the vocabulary has a size that an FP8 GEMM does not take.
     """
 
     def __init__(
-        self, plain: ColumnParallelLinear, norm: DeferredNorm, recipe: Recipe, vocab_size: int | None = None
+        self,
+        plain: ColumnParallelLinear,
+        norm: DeferredNorm,
+        recipe: Recipe,
+        vocab_size: int | None = None,
+        output_mult: float = 1.0,
     ) -> None:
         rows = plain.output_size_per_partition
         if rows % FP8_GEMM_MULTIPLE:
@@ -50,7 +57,7 @@ class FP8OutputLayer(ColumnParallelLinear):
         )
         if plain.weight is not None:
             self.weight = plain.weight
-        self.vocab_size = vocab_size
+        self.vocab_size, self.output_mult = vocab_size, output_mult
         self.reads_weights_of = (norm,)
         self.quantizers, self.parallelism = recipe.head_quantizers(), column_parallelism(self)
 
@@ -74,7 +81,7 @@ class FP8OutputLayer(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         assert weight is not None, "a tied head is given its weight"
         (norm,) = self.reads_weights_of
-        params, quantizers, parallelism = norm.norm_params(), self.quantizers, self.parallelism
+        params, quantizers, parallelism = self._multiplied(norm.norm_params()), self.quantizers, self.parallelism
         if labels is not None:
             loss = fp8_norm_head_loss(input_, params, weight, labels, quantizers, parallelism, self.vocab_size)
             return loss, None
@@ -95,8 +102,15 @@ class FP8OutputLayer(ColumnParallelLinear):
         (norm,), (weight, norm_weight, norm_bias) = self.reads_weights_of, params
         assert weight is not None and norm_weight is not None
         # The layer before casts its output's gradient itself: it is whole when all chunks are done.
-        own = norm.norm_params()._replace(weight=norm_weight, bias=norm_bias, receiver=None)
+        own = self._multiplied(norm.norm_params()._replace(weight=norm_weight, bias=norm_bias, receiver=None))
         return fp8_norm_head_loss(x, own, weight, labels, self.quantizers, self.parallelism, self.vocab_size)
+
+    def _multiplied(self, norm: NormParams) -> NormParams:
+        """The norm whose output is multiplied. Its parameters' gradients go through autograd."""
+        if self.output_mult == 1.0:
+            return norm
+        bias = None if norm.bias is None else norm.bias * self.output_mult
+        return norm._replace(weight=norm.weight * self.output_mult, bias=bias)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self.quantizers})"

@@ -143,6 +143,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         kv_channels=model.head_dim,
         **_windows(model),
         softmax_type=model.softmax_type,
+        softmax_scale=model.softmax_scale,
         **expert_settings(config),
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,

@@ -18,6 +18,9 @@ MLP_NORM = LAYERS + "mlp.linear_fc1.layer_norm_"
 
 #: Tensors whose rows are the vocabulary, padded for the tensor-parallel size.
 VOCABULARY_KEYS = (WORD_EMBEDDING, OUTPUT_LAYER)
+POSITION_EMBEDDING = "embedding.position_embeddings.weight"
+#: Matrices of which one dimension alone grows with the model's width.
+EMBEDDING_KEYS = (*VOCABULARY_KEYS, POSITION_EMBEDDING)
 #: What every kind of megatron-core's experts saves them under: all of a layer in one tensor [experts, outputs, inputs].
 _MEGATRONS_EXPERTS = EXPERTS + "experts."
 #: What a layer with separate norms calls them, and what its keys do.

@@ -39,7 +39,7 @@ class FP8DistributedOptimizer(SpaceOptimizer):
     Of a model that is evaluated it holds the masters alone, from which the weights are derived.
 
     `param_groups` has one group per space with Megatron's keys (`lr`, `weight_decay`, `max_lr`, `min_lr`, `wd_mult`,
-    `is_decoupled_lr`) and the rule's options. megatron-core's scheduler sets the first two. Vectors (norms,
+    `is_decoupled_lr`, `lr_mult`) and the rule's options. megatron-core's scheduler sets the first two. Vectors (norms,
     biases) have no decay.
 
     Args:
@@ -228,8 +228,10 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 def _param_group(space: ParamSpace, settings: OptimizerSettings) -> dict[str, Any]:
     """A space's parameter group, with Megatron's keys."""
-    decoupled = space.has_decoupled_lr
-    peak, least = settings.rates(decoupled=decoupled)
+    peak, least = space.rate.ends(settings)
+    options = dict(settings.all_options)
+    if "eps" in options:
+        options["eps"] *= space.rate.lr_mult
     decay_multiplier = 0.0 if space.storage is StorageClass.VECTOR else 1.0
     return {
         "params": [slot.param for slot in space.slots],
@@ -238,6 +240,7 @@ def _param_group(space: ParamSpace, settings: OptimizerSettings) -> dict[str, An
         "min_lr": least,
         "weight_decay": settings.weight_decay * decay_multiplier,
         "wd_mult": decay_multiplier,
-        "is_decoupled_lr": decoupled,
-        **settings.all_options,
+        "is_decoupled_lr": space.rate.is_decoupled,
+        "lr_mult": space.rate.lr_mult,
+        **options,
     }

@@ -17,7 +17,7 @@ class OptimizerSettings:
         rule: a name of `update_rules.RULES`.
         options: the rule's own, where they are not the registry's defaults.
         lr: peak learning rate. min_lr: the one at the end of a schedule's decay.
-        decoupled_lr, decoupled_min_lr: those of spaces with `has_decoupled_lr`; None: as for the others.
+        decoupled_lr, decoupled_min_lr: those of spaces whose `Rate` is decoupled; None: as for the others.
         weight_decay: of matrices; norms and biases have none.
         clip_grad: the global gradient norm is clipped to this; 0: never.
     """
@@ -35,8 +35,3 @@ class OptimizerSettings:
     def all_options(self) -> dict[str, Any]:
         """The rule's options, with the defaults."""
         return {**RULES[self.rule].options, **self.options}
-
-    def rates(self, *, decoupled: bool) -> tuple[float, float]:
-        """(peak, end of the decay) of the learning rate of a space."""
-        peak, least = (self.decoupled_lr, self.decoupled_min_lr) if decoupled else (None, None)
-        return self.lr if peak is None else peak, self.min_lr if least is None else least

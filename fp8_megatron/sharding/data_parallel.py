@@ -13,6 +13,7 @@ import torch
 
 from ..collectives.gradient_reduction import GradReducer, build_reducer
 from ..dtypes import GradReduceMode, StorageDtype
+from ..update_rules import Rate
 from .gradient import GradBuffer
 from .partition import ParamSpace, RowSplit, StorageClass, partition
 from .region import Region
@@ -58,8 +59,7 @@ class DataParallelModule:
         named_params: its parameters, with the names for checkpoints and errors. None: torch's names.
         sharing_of: how ranks share a parameter; None: this rank alone holds all parameters.
         region_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
-        takes_decoupled_lr: whether a parameter has the decoupled learning rate; None: no parameter has.
-        is_matrix, row_split_of: see `partition.partition`.
+        rate_of, is_matrix, row_split_of: see `partition.partition`.
         staging: send and receive buffers; the modules of a rank share them.
         on_reset: called when a step starts, for what layers keep of weights within a step.
     """
@@ -71,7 +71,7 @@ class DataParallelModule:
         *,
         sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
         region_of: Callable[[torch.nn.Parameter], Region] | None = None,
-        takes_decoupled_lr: Callable[[torch.nn.Parameter], bool] | None = None,
+        rate_of: Callable[[str, torch.nn.Parameter], Rate] | None = None,
         is_matrix: Callable[[str, torch.nn.Parameter], bool] | None = None,
         row_split_of: Callable[[torch.nn.Parameter], RowSplit | None] | None = None,
         storage: ModelStorage | None = None,
@@ -86,7 +86,7 @@ class DataParallelModule:
             named_params.items(),
             sharing_of,
             region_of=region_of,
-            takes_decoupled_lr=takes_decoupled_lr,
+            rate_of=rate_of,
             is_matrix=is_matrix,
             row_split_of=row_split_of,
             bucket_numel=exchange.bucket_numel,

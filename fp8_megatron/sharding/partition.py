@@ -28,6 +28,7 @@ import torch
 from ..dtypes import CHUNK, GRAD_BLOCK, STATE_BLOCK
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
+from ..update_rules import RUNS_RATE, Rate
 from .region import Cut, Region
 from .replicas import Replicas, Sharing
 
@@ -215,7 +216,7 @@ class ParamSpace:
 
     Attributes:
         sharing: the replicas that the space is cut over, and the other ranks that share it.
-        has_decoupled_lr: whether the optimizer gives it the decoupled learning rate.
+        rate: of its parameters' learning rate.
         has_matrices: its parameters are matrices of hidden layers, which an update rule may take whole.
         dtype: the dtype that its plain parameters keep; None: `ModelStorage` says how they are stored.
     """
@@ -226,7 +227,7 @@ class ParamSpace:
     buckets: tuple[Bucket, ...]
     numel: int
     device: torch.device
-    has_decoupled_lr: bool = False
+    rate: Rate = RUNS_RATE
     has_matrices: bool = False
     dtype: torch.dtype | None = None
 
@@ -380,7 +381,7 @@ def partition(
     sharing_of: Callable[[torch.nn.Parameter], Sharing] | None = None,
     *,
     region_of: Callable[[torch.nn.Parameter], Region] | None = None,
-    takes_decoupled_lr: Callable[[torch.nn.Parameter], bool] | None = None,
+    rate_of: Callable[[str, torch.nn.Parameter], Rate] | None = None,
     is_matrix: Callable[[str, torch.nn.Parameter], bool] | None = None,
     row_split_of: Callable[[torch.nn.Parameter], RowSplit | None] | None = None,
     bucket_numel: int = 1 << 30,
@@ -392,7 +393,7 @@ def partition(
     Args:
         sharing_of: how ranks share a parameter; None: this rank alone has all of them.
         region_of: where a parameter's elements lie in the whole parameter; None: all parameters are whole.
-        takes_decoupled_lr: whether a parameter has the decoupled learning rate, and so a space apart; None: none has.
+        rate_of: how a parameter's learning rate follows from the run's. Each `Rate` has a space apart; None: all alike.
         is_matrix: whether a parameter is matrices of a hidden layer, and so has a space apart; None: no space is.
         row_split_of: matrices of the model that a parameter stores as one; None: there is one.
         bucket_numel: elements of a bucket, rounded to what the cut needs.
@@ -403,14 +404,14 @@ def partition(
     Raises:
         ValueError: the experts of a linear weight have a size that cannot be cut; with the size.
     """
-    grouped: dict[tuple[StorageClass, Sharing, bool, bool, torch.dtype | None], list[Slot]] = {}
+    grouped: dict[tuple[StorageClass, Sharing, Rate, bool, torch.dtype | None], list[Slot]] = {}
     for name, param in named_params:
         storage = storage_class(param)
         dtype = param.dtype.to_real() if keeps_dtype and storage is not StorageClass.LINEAR else None
         sharing = Sharing(Replicas.of(None, param.device)) if sharing_of is None else sharing_of(param)
-        decoupled = takes_decoupled_lr is not None and takes_decoupled_lr(param)
+        rate = RUNS_RATE if rate_of is None else rate_of(name, param)
         matrices = is_matrix is not None and is_matrix(name, param)
-        slots = grouped.setdefault((storage, sharing, decoupled, matrices, dtype), [])
+        slots = grouped.setdefault((storage, sharing, rate, matrices, dtype), [])
         start, first_matrix = (slots[-1].offset + slots[-1].padded, slots[-1].matrices.stop) if slots else (0, 0)
         region = None if region_of is None else region_of(param)
         order = _order(param) if keeps_dtype else None
@@ -426,11 +427,11 @@ def partition(
     return [
         replace(
             _space(storage, sharing, slots, bucket_numel=bucket_numel, whole_linears=whole_linears),
-            has_decoupled_lr=decoupled,
+            rate=rate,
             has_matrices=matrices,
             dtype=dtype,
         )
-        for (storage, sharing, decoupled, matrices, dtype), slots in grouped.items()
+        for (storage, sharing, rate, matrices, dtype), slots in grouped.items()
     ]
 
 

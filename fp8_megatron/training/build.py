@@ -20,6 +20,7 @@ from ..mcore.data_parallel import FP8DataParallel, finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
 from ..mcore.initialization import initial_values, named_parameters_of_model
 from ..mcore.topology import Topology, is_embedding_or_output, is_linear_weight, row_split_of
+from ..models.keys import EMBEDDING_KEYS
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.loss_scale import LossScale
 from ..planning.memory import model_storage, optimizer_settings
@@ -29,9 +30,9 @@ from ..quantization.recipe import Recipe
 from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..reporting.router_report import RouterTable
 from ..sharding.data_parallel import DataParallelModule, Exchange
-from ..sharding.partition import StorageClass
+from ..sharding.partition import StorageClass, storage_class
 from ..sharding.staging import StagingPools
-from ..update_rules import RULES
+from ..update_rules import RULES, Rate, rule_of_space
 from ..watch.replica_hash import ReplicaCheck
 from .cast_sampling import CastSampler
 from .schedule import RunSchedule
@@ -113,7 +114,7 @@ def build_trainable_model(
         DataParallelModule,
         sharing_of=topology.sharing_of,
         region_of=topology.region_of,
-        takes_decoupled_lr=is_embedding_or_output if config.optimizer.decoupled_lr is not None else None,
+        rate_of=partial(rate_of, config),
         is_matrix=is_linear_weight if RULES[config.optimizer.optimizer].rest is not None else None,
         row_split_of=row_split_of if config.optimizer.muon_split_qkv else None,
         storage=storage,
@@ -142,6 +143,7 @@ def build_trainable_model(
         initial_values,
         std=config.model.init_method_std,
         num_layers=config.model.num_layers,
+        width_mult=config.model.width_mult,
         seed=config.training.seed,
         region_of=topology.region_of,
         vocab_size=unpadded_vocab_size,
@@ -237,6 +239,16 @@ def build_exchange(config: Config) -> Exchange:
         overlaps_reduce=parallel.overlap_grad_reduce,
         overlaps_gather=parallel.overlap_param_gather,
     )
+
+
+def rate_of(config: Config, name: str, param: torch.nn.Parameter) -> Rate:
+    """The learning rate of a parameter with the name `name` in the whole model: --decoupled-lr, or muP's."""
+    if config.optimizer.decoupled_lr is not None and is_embedding_or_output(param):
+        return Rate(is_decoupled=True)
+    rule = RULES[rule_of_space(config.optimizer.optimizer, has_matrices=is_linear_weight(name, param))]
+    is_hidden = storage_class(param) is not StorageClass.VECTOR and name not in EMBEDDING_KEYS
+    power = rule.hidden_power if is_hidden else rule.other_power
+    return Rate(lr_mult=config.model.width_mult**power)
 
 
 def build_loss_scale(config: Config, device: torch.device) -> LossScale | None:

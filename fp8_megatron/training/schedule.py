@@ -12,6 +12,7 @@ from ..checkpoint.run_state import Progress
 from ..config.checks import ConfigError
 from ..config.learning_rate import LearningRateSchedule, scaled
 from ..config.schema import Config
+from ..update_rules import Rate
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class RunSchedule:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step, without --decoupled-lr: a stage may hold an embedding alone."""
+        """The learning rate of the next step, without --decoupled-lr and muP: a stage may hold an embedding alone."""
         return float(self._scheduler.get_lr({}))
 
     def count_of(self, batch_size: int) -> int:
@@ -126,7 +127,4 @@ class RunSchedule:
 def set_peaks(optimizer: Any, schedule: LearningRateSchedule) -> None:
     """Set the peak and the end of the learning rate of every parameter group."""
     for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = schedule.lr, schedule.min_lr
-        if group["is_decoupled_lr"]:
-            group["max_lr"] = schedule.lr if schedule.decoupled_lr is None else schedule.decoupled_lr
-            group["min_lr"] = schedule.min_lr if schedule.decoupled_min_lr is None else schedule.decoupled_min_lr
+        group["max_lr"], group["min_lr"] = Rate(group["is_decoupled_lr"], group["lr_mult"]).ends(schedule)

@@ -25,6 +25,7 @@ from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE
 
 YARN = replace(LLAMA_STYLE, position_embedding_type="yarn", rotary_scaling_factor=4.0)
 WITHOUT_BIASES = replace(GPT3_STYLE, disable_bias_linear=True)
+MUP = replace(LLAMA_STYLE, use_mup=True)
 FOLDER = Path("iter_0000003")
 #: Settings that a tensor's name or shape shows.
 SHOWN = {
@@ -52,6 +53,7 @@ FREE = {
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
+    "mup_width_mult",
     "make_vocab_size_divisible_by",
     "attention_backend",
     "moe_router_dtype",
@@ -150,6 +152,10 @@ def test_a_value_that_the_setting_does_not_take(name: str, value: object) -> Non
         ({"yarn_correction_range_round_to_int": False}, YARN, "--no-yarn-correction-range-round-to-int"),
         ({"mscale": 0.7, "mscale_all_dim": 0.7}, YARN, "--mscale 0.7"),
         ({"window_size": (128, 0), "window_attn_skip_freq": 2}, GPT3_STYLE, "--window-size 128,0"),
+        ({"use_mup": True}, GPT3_STYLE, "--use-mup"),
+        ({"mup_base_hidden_size": None}, replace(MUP, mup_base_hidden_size=32), "--mup-base-hidden-size none"),
+        ({"mup_embedding_mult": 2.0}, MUP, "--mup-embedding-mult 2.0"),
+        ({"mup_base_head_dim": 32.0}, MUP, "--mup-base-head-dim 32.0"),
     ],
 )
 def test_differences(arguments: dict[str, object], model: ModelConfig, flag: str) -> None:
@@ -233,6 +239,10 @@ def test_an_absent_setting_has_its_default(tmp_path: Path) -> None:
 
 
 def test_what_does_not_differ() -> None:
+    assert first_difference({"use_mup": True, "mup_attn_scale_power": 0.5}, GPT3_STYLE) is None, "all factors are 1"
+    written_out = replace(MUP, mup_base_hidden_size=64, mup_output_mult=0.5)
+    assert first_difference(saved_by_megatron(written_out, mup_output_mult=1.0), written_out) is None
+    assert first_difference({}, MUP) is None and first_difference(model_settings({"seq_length": 8}), MUP) is not None
     assert first_difference({"rotary_base": 7, "rotary_percent": 0.5}, GPT3_STYLE) is None, "nothing rotates"
     no_fusion = saved_by_megatron(WITHOUT_BIASES, bias_gelu_fusion=False, add_bias_linear=False)
     assert first_difference(no_fusion, WITHOUT_BIASES) is None, "without biases there is no fusion"

@@ -351,6 +351,42 @@ def test_a_model_between_the_architectures_says_what_stands_against_each() -> No
         family_of(both)
 
 
+@pytest.mark.parametrize("name", ["gpt2_untied", "llama_gqa", "qwen3_moe"])
+def test_mups_powers_of_two_are_in_the_weights(tmp_path: Path, name: str) -> None:
+    """Of embedding and logits; scores are those of other models."""
+    plain = HuggingFaceWeights(save_model(make_model(name), tmp_path / "plain"))
+    model = replace(
+        plain.model,
+        use_mup=True,
+        mup_base_hidden_size=plain.model.hidden_size // 4,
+        mup_base_head_dim=float(plain.model.head_dim),
+        mup_embedding_mult=8.0,
+    )
+    assert model.output_mult == 0.25 and model.embedding_mult == 8.0
+    write_hugging_face(tmp_path / "mup", plain, model, VOCAB_SIZE, Export(torch.float32))
+    expected = logits_of_weights(plain, model, TOKENS)
+    assert differ_by(load_logits(tmp_path / "mup", TOKENS), expected) < FP32_TOLERANCE
+    assert differ_by(load_logits(tmp_path / "plain", TOKENS), expected) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("settings", "against"),
+    [
+        ({}, r"use_mup: scores times 0.0625, not 1 / √16"),
+        ({"mup_attn_scale_power": 0.5, "mup_base_hidden_size": 32}, r"use_mup: logits times 0.333333, no power of two"),
+        ({"mup_attn_scale_power": 0.5, "mup_embedding_mult": 3.0}, r"mup_embedding_mult\(3\), no power of two"),
+        (
+            {"mup_attn_scale_power": 0.5, "mup_embedding_mult": 2.0, "untie_embeddings_and_output_weights": False},
+            r"mup_embedding_mult\(2\) of an embedding that the head shares",
+        ),
+    ],
+)
+def test_what_theirs_has_not_of_mup(settings: dict[str, Any], against: str) -> None:
+    model = replace(model_from_json(LLAMA_JSON), hidden_size=96, num_attention_heads=6, kv_channels=16, use_mup=True)
+    with pytest.raises(CheckpointError, match=f"Against llama: {against}"):
+        family_of(replace(model, **settings))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_biases_that_ours_lacks_are_zero_there(tmp_path: Path, tied: bool) -> None:
     """A GPT without biases, and a Llama with biases of QKV alone."""

@@ -38,7 +38,8 @@ Step = tuple[float, float, int]
 
 def groups() -> SimpleNamespace:
     """An optimizer with matrices, vectors and an embedding of its own rate."""
-    keys = {"lr": 0.0, "max_lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.0, "wd_mult": 1.0, "is_decoupled_lr": False}
+    keys = {"lr": 0.0, "max_lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.0, "wd_mult": 1.0}
+    keys |= {"is_decoupled_lr": False, "lr_mult": 1.0}
     return SimpleNamespace(param_groups=[dict(keys), keys | {"wd_mult": 0.0}])
 
 

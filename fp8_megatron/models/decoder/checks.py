@@ -16,6 +16,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from attention_problems(config)
     yield from context_problems(config)
     yield from _activation_problems(config)
+    yield from _mup_problems(config)
     yield from _width_problems(config)
 
 
@@ -89,6 +90,17 @@ def _activation_problems(config: Config) -> Iterator[str]:
             f"glu_linear_offset({offset}) and activation_func_clamp_value({limit}): gpt-oss's MLP alone has them, "
             f"and SwiGLU the clamp alone; give --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7, or "
             f"--swiglu --activation-func-clamp-value 7, or drop them"
+        )
+
+
+def _mup_problems(config: Config) -> Iterator[str]:
+    """Megatron takes --mup-width-mult and overwrites it."""
+    model, given = config.model, config.model.mup_width_mult
+    if model.use_mup and given not in (1.0, model.width_mult):
+        base = model.mup_base_hidden_size
+        yield (
+            f"mup_width_mult({given:g}) is not hidden_size({model.hidden_size}) / mup_base_hidden_size({base}) = "
+            f"{model.width_mult:g}; drop it, or give --mup-base-hidden-size {round(model.hidden_size / given)}"
         )
 
 

@@ -10,6 +10,15 @@ from ...config.model import ACTIVATIONS, ROTARY_KINDS, SETTINGS_WITHOUT_YARN, YA
 
 #: Settings that choose GELU's form, beside --disable-bias-linear.
 _FORM_OF_GELU = ("bias_gelu_fusion", "use_te_activation_func")
+#: Settings of muP, which is compared by what it multiplies.
+_MUP = (
+    "use_mup",
+    "mup_base_hidden_size",
+    "mup_embedding_mult",
+    "mup_output_mult",
+    "mup_base_head_dim",
+    "mup_attn_scale_power",
+)
 #: As `Architecture.computed_settings`. Given the shapes, the number of heads fixes the other widths of attention.
 computed_settings = (
     "num_attention_heads",
@@ -30,6 +39,7 @@ computed_settings = (
     "window_size",
     "window_attn_skip_freq",
     "softmax_type",
+    *_MUP,
 )
 #: Base and scaling of RoPE, which a longer context may change.
 _SCALES = (
@@ -64,10 +74,13 @@ def _unread(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _is_same(saved: Mapping[str, Any], model: ModelConfig, name: str) -> bool:
-    """Whether two spellings of a setting mean the same: windows and forms of GELU have several."""
+    """Whether two spellings of a setting mean the same: windows, forms of GELU and muP have several."""
     if name in _FORM_OF_GELU:
         named = {each: saved[each] for each in (*_FORM_OF_GELU, "disable_bias_linear") if each in saved}
         return replace(model, **named).activation == model.activation
+    if name in _MUP:
+        scaled = replace(model, **{each: saved[each] for each in _MUP if each in saved})
+        return _multipliers(scaled) == _multipliers(model)
     if not name.startswith("window_"):
         return False
     theirs = {each: saved[each] for each in ("window_size", "window_attn_skip_freq") if each in saved}
@@ -75,3 +88,8 @@ def _is_same(saved: Mapping[str, Any], model: ModelConfig, name: str) -> bool:
         return replace(model, **theirs).windows == model.windows
     except (ValueError, IndexError, ZeroDivisionError):  # not the text of a window
         return False
+
+
+def _multipliers(model: ModelConfig) -> tuple[float, ...]:
+    """Of initial weights and learning rates, scores, embedding and logits."""
+    return model.width_mult, model.softmax_scale, model.embedding_mult, model.output_mult

@@ -6,6 +6,7 @@ setting, its value and what to do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -303,6 +304,7 @@ def reasons_against(family: Family, model: ModelConfig) -> list[str]:
 def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
     """(Whether it holds, what it is) of what may stand against an architecture."""
     positions = f"position_embedding_type({model.position_embedding_type})"
+    mup = _mup_against(model)
     softmax, activation = ("learnable", "clamped_swiglu") if family is GPT_OSS else ("vanilla", "swiglu")
     sinks = (model.softmax_type != softmax, f"softmax_type({model.softmax_type})")
     if family is GPT2:
@@ -316,6 +318,7 @@ def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
             (model.window_size is not None, f"window_size({model.window_size})"),
             (model.query_groups != model.num_attention_heads, f"num_query_groups({model.num_query_groups})"),
             (unequal, f"kv_channels({model.kv_channels}) other than hidden_size / num_attention_heads"),
+            *mup,
         ]
     window = (model.window_size is not None, f"window_size({model.window_size})")
     if family is MISTRAL:
@@ -342,6 +345,19 @@ def _against(family: Family, model: ModelConfig) -> list[tuple[bool, str]]:
             family is LLAMA and model.hidden_size % heads != 0,
             f"hidden_size({model.hidden_size}) no multiple of num_attention_heads({heads})",
         ),
+        *mup,
+    ]
+
+
+def _mup_against(model: ModelConfig) -> list[tuple[bool, str]]:
+    """As `_against`, of muP: what weights of theirs cannot hold bit for bit."""
+    plain, embedding = math.isclose(model.softmax_scale, model.head_dim**-0.5), model.embedding_mult
+    is_tied = embedding != 1.0 and not model.untie_embeddings_and_output_weights
+    return [
+        (not plain, f"use_mup: scores times {model.softmax_scale:g}, not 1 / √{model.head_dim}"),
+        (math.frexp(model.output_mult)[0] != 0.5, f"use_mup: logits times {model.output_mult:g}, no power of two"),
+        (math.frexp(embedding)[0] != 0.5, f"mup_embedding_mult({embedding:g}), no power of two"),
+        (is_tied, f"mup_embedding_mult({embedding:g}) of an embedding that the head shares"),
     ]
 
 

@@ -16,7 +16,7 @@ Each weight of ours has a `Rule`. The layouts differ as follows:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,13 +24,12 @@ from torch import Tensor
 from ...config.model import ModelConfig
 from ...errors import CheckpointError
 from ..hugging_face import Family, Rule
-from ..keys import ATTENTION_NORM, MLP_NORM, OUTPUT_LAYER, WORD_EMBEDDING
+from ..keys import ATTENTION_NORM, MLP_NORM, OUTPUT_LAYER, POSITION_EMBEDDING, WORD_EMBEDDING
 from .table import (
     FC1,
     FC2,
     FINAL_NORM,
     KEY_NORM,
-    POSITION_EMBEDDING,
     PROJECTION,
     QKV,
     QUERY_NORM,
@@ -100,6 +99,20 @@ def _norm_rules(key_prefix: str, name_prefix: str, parts: Sequence[str]) -> list
     return [Rule(key_prefix + part, (f"{name_prefix}.{part}",)) for part in parts]
 
 
+def _with_multipliers(rules: Sequence[Rule], model: ModelConfig) -> list[Rule]:
+    """The rules, with muP's multipliers of embedding and logits in the weights that go to theirs, which has none. Those
+    are powers of two (`hugging_face_config`), so that no bit of a weight is lost."""
+    factors = {
+        **dict.fromkeys((WORD_EMBEDDING, POSITION_EMBEDDING), model.embedding_mult),
+        **dict.fromkeys((FINAL_NORM + "weight", FINAL_NORM + "bias"), model.output_mult),
+    }
+    return [rule if factors.get(rule.key, 1.0) == 1.0 else _multiplied(rule, factors[rule.key]) for rule in rules]
+
+
+def _multiplied(rule: Rule, factor: float) -> Rule:
+    return replace(rule, split=lambda weight: tuple(part * factor for part in rule.split(weight)))
+
+
 def _gpt2_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
     """Of GPT-2. Its ``Conv1D`` has weights [in, out]; its query, key and value are one tensor."""
     heads, layer, both = Heads.of(model), "transformer.h.{}.", ("weight", "bias")
@@ -137,7 +150,7 @@ def _gpt2_rules(model: ModelConfig, vocab_size: int) -> list[Rule]:
     ]
     if model.untie_embeddings_and_output_weights:
         rules.append(_vocabulary_rule(OUTPUT_LAYER, "lm_head.weight", vocab_size))
-    return rules
+    return _with_multipliers(rules, model)
 
 
 def _linear_rules(model: ModelConfig, key_prefix: str, modules: Sequence[str], *functions: Callable) -> list[Rule]:
@@ -201,4 +214,4 @@ def llama_rules(family: Family, model: ModelConfig, vocab_size: int, mlp: Sequen
     ]
     if model.untie_embeddings_and_output_weights:
         rules.append(_vocabulary_rule(OUTPUT_LAYER, "lm_head.weight", vocab_size))
-    return rules
+    return _with_multipliers(rules, model)

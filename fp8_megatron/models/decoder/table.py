@@ -7,9 +7,16 @@ from types import MappingProxyType
 
 from ...config.model import ModelConfig
 from ..architecture import LayerShape, Parameter, Stages
-from ..keys import ATTENTION_NORM, LAYERS, MLP_NORM, OUTPUT_LAYER, VOCABULARY_KEYS, WORD_EMBEDDING
+from ..keys import (
+    ATTENTION_NORM,
+    LAYERS,
+    MLP_NORM,
+    OUTPUT_LAYER,
+    POSITION_EMBEDDING,
+    VOCABULARY_KEYS,
+    WORD_EMBEDDING,
+)
 
-POSITION_EMBEDDING = "embedding.position_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm."
 QKV = LAYERS + "self_attention.linear_qkv."
 PROJECTION = LAYERS + "self_attention.linear_proj."
