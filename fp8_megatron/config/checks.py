@@ -140,7 +140,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_reduction(config)
     yield from _check_weight_grad_scaling(config)
     yield from _check_transpose_cache(config, num_micro_batches)
-    yield from _check_release(config, num_replicas, num_micro_batches)
+    yield from _check_release(config, world_size, num_replicas, num_micro_batches)
 
 
 def _check_eval_batch(config: Config, world_size: int) -> Iterator[str]:
@@ -203,7 +203,7 @@ def _check_reduction(config: Config) -> Iterator[str]:
         )
 
 
-def _check_release(config: Config, num_replicas: int, num_micro_batches: int) -> Iterator[str]:
+def _check_release(config: Config, world_size: int, num_replicas: int, num_micro_batches: int) -> Iterator[str]:
     """Check what --release-gradients excludes."""
     precision, clip_grad = config.precision.precision, config.optimizer.clip_grad
     if not config.precision.release_gradients:
@@ -224,6 +224,13 @@ def _check_release(config: Config, num_replicas: int, num_micro_batches: int) ->
         yield (
             f"{name}, but {num_replicas} data-parallel ranks have gradients to reduce first; drop it (they hold "
             f"4 / {num_replicas} bytes of gradients a parameter), or raise tensor_model_parallel_size"
+        )
+    parallel = config.parallel
+    holders = world_size // (parallel.expert_ranks * parallel.pipeline_model_parallel_size)
+    if config.model.num_experts is not None and holders > 1 == num_replicas:
+        yield (
+            f"{name}, but each expert is on {holders} ranks, whose gradients are reduced first; drop it, or choose an "
+            f"expert_model_parallel_size of {parallel.expert_model_parallel_size * holders}"
         )
 
 

@@ -159,6 +159,19 @@ def test_experts_with_biases_are_whole_and_not_made_of_mlps() -> None:
         check_config(config_of("--no-disable-bias-linear --moe-use-upcycling --load x"), 1)
 
 
+def test_gradients_of_experts_on_several_ranks_are_not_released() -> None:
+    """Where nothing else has replicas: tensor-parallel ranks with whole experts."""
+    ranks = "--tensor-model-parallel-size 4 --sequence-parallel --expert-tensor-parallel-size 1"
+    flags = f"{ranks} --release-gradients --clip-grad 0 --expert-model-parallel-size"
+    with pytest.raises(ConfigError) as error:
+        check_config(config_of(f"{flags} 2"), 4, on_this_machine=False)
+    assert str(error.value) == (
+        "release_gradients updates weights during backward, but each expert is on 2 ranks, whose gradients are reduced "
+        "first; drop it, or choose an expert_model_parallel_size of 4"
+    )
+    check_config(config_of(f"{flags} 4"), 4, on_this_machine=False)
+
+
 def test_ranks_that_hold_no_whole_copy_of_the_experts() -> None:
     with pytest.raises(ConfigError) as error:
         check_config(config_of("--expert-model-parallel-size 4 --global-batch-size 4"), 2)
