@@ -132,8 +132,7 @@ def _standard_deviations(gpt: TinyGPT, config: Config) -> dict[str, float]:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_initial_weights(ranks: RankPool, style: str) -> None:
-    """Matrices of layers are drawn with σ / √m; embedding and head with σ. A quarter of a million draws agree within a
-    percent, a router's 1,024 within ten."""
+    """The same draws, times 1 / √m in layers, with m = 4; σ is 0.02, and 0.02 / √(2 · 2) of output projections."""
     model = replace(STYLES[style], use_mup=True, mup_base_hidden_size=32)
     found, plain = (
         ranks.run(with_gpt, tiny_config(own, precision=PRECISIONS["bf16"]), _standard_deviations, num_ranks=1)[0]
@@ -167,7 +166,7 @@ def test_learning_rates(ranks: RankPool, optimizer: str, precision: str, decoupl
         precision=PRECISIONS[precision],
         optimizer=tiny_optimizer(optimizer=optimizer, **settings),
     )
-    ((found,),) = (ranks.run(with_gpt, config, _rates, num_ranks=1),)
+    (found,) = ranks.run(with_gpt, config, _rates, num_ranks=1)
     for name, (peak, least, eps, is_decoupled) in found.items():
         is_end = name in ("embedding.word_embeddings.weight", "output_layer.weight")
         is_linear = name.endswith("weight") and ".linear_" in name
@@ -208,7 +207,7 @@ def _sizes(gpt: TinyGPT, config: Config) -> dict[str, float]:
     return found
 
 
-WIDTHS = (32, 64, 128, 256)
+WIDTHS = (32, 64, 256)
 RATES = {"adam": 1e-2, "lion": 3e-3, "sgd": 0.1, "muon": 3e-2}
 
 
@@ -304,11 +303,11 @@ def test_model_is_the_one_by_hand(ranks: RankPool) -> None:
             assert snr_db(grads[name], grad) > 35.0, name
 
 
-@pytest.mark.parametrize("chunk", [None, 8])
-def test_fp8_head_multiplies_as_the_16_bit_head_does(ranks: RankPool, chunk: int | None) -> None:
-    """The loss in FP8 is off by some 10⁻³. The final norm's gradient is a sum over tokens of FP8 products: 20 dB, and
-    far less if it missed the factor of 3."""
-    model = replace(LLAMA_STYLE, use_mup=True, mup_output_mult=3.0)
+@pytest.mark.parametrize(("style", "chunk"), [("llama", None), ("llama", 8), ("gpt3", None)])
+def test_fp8_head_multiplies_as_the_16_bit_head_does(ranks: RankPool, style: str, chunk: int | None) -> None:
+    """The loss in FP8 is off by some 10⁻³. The final norm's gradients are sums over tokens of FP8 products: 20 dB, and
+    far less if they missed the factor of 3."""
+    model = replace(STYLES[style], use_mup=True, mup_output_mult=3.0)
     runs = []
     for precision in ("16_bit_head", "head"):
         config = tiny_config(model, precision=PRECISIONS[precision])
@@ -316,7 +315,9 @@ def test_fp8_head_multiplies_as_the_16_bit_head_does(ranks: RankPool, chunk: int
         runs.append(ranks.run(gradients, config, num_ranks=1)[0])
     (expected, norm, plain), (found, found_norm, grads) = runs
     assert found == pytest.approx(expected, abs=2e-2) and found_norm == pytest.approx(norm, rel=5e-2)
-    assert snr_db(grads["decoder.final_layernorm.weight"], plain["decoder.final_layernorm.weight"]) > 15.0
+    names = [name for name in plain if "final_layernorm" in name]
+    assert len(names) == (2 if style == "gpt3" else 1)
+    assert all(snr_db(grads[name], plain[name]) > 15.0 for name in names)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +412,7 @@ def _compare_with_core(gpt: TinyGPT, config: Config) -> tuple[float, float, dict
 @has_mup
 @pytest.mark.parametrize("style", ["gpt3", "llama"])
 def test_model_is_megatrons(ranks: RankPool, style: str) -> None:
-    """Logits of about 0.5 in BF16. Without one of the multipliers the loss is off by more than 10⁻²."""
+    """Logits of about 0.5 in BF16. Without the factor of embedding or logits the loss is off by more than 10⁻²."""
     config = tiny_config(replace(STYLES[style], init_method_std=0.1, **TWICE), precision=PRECISIONS["bf16"])
     ((ours, theirs, spreads),) = ranks.run(with_gpt, config, _compare_with_core, num_ranks=1)
     assert ours == pytest.approx(theirs, abs=2e-3)
