@@ -4,7 +4,10 @@ python benchmarks/measure.py small 7b --output-dir runs/measured
 
 Each part is one or more commands of the benchmarks beside this one and takes some minutes. `--list` shows the parts,
 the GPUs that each needs and what it runs. Where Transformer Engine is installed, megatron-core trains the same models
-with it (benchmarks/peers/megatron_te.py); `--no-peers` leaves that row out.
+with it (benchmarks/peers/megatron_te.py); `--no-peers` leaves that row out. Comparisons train random tokens; the flags
+after -- are for all their runs, so they may name data:
+
+python benchmarks/measure.py moe --output-dir runs/moe -- --data-path text_document --tokenizer-model tokenizer.model
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.peers.runs import PEERS
 from fp8_megatron.commands.arguments import Parser, output_folder
 from fp8_megatron.commands.program import exit_status
+from fp8_megatron.config.io import own_and_run_flags
 
 #: The peer in comparisons.
 PEER = "megatron-te-delayed"
@@ -34,10 +38,15 @@ _TIMEOUT = 150
 
 @dataclass(frozen=True)
 class Target:
-    """Where a part writes, and whether it runs the peer."""
+    """Where a part writes, whether it runs the peer, and flags of pretrain_gpt.py for the runs of comparisons."""
 
     folder: Path
     with_peer: bool
+    flags: Sequence[str] = ()
+
+
+#: Script of this folder and its flags, for each run.
+Commands = list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Part:
 
     gpus: int
     about: str
-    commands: Callable[[Target], list[list[str]]]
+    commands: Callable[[Target], Commands]
 
 
 def _compare(
@@ -59,14 +68,16 @@ def _compare(
     micro: int,
     num_micro: int = 1,
     steps: int = 14,
-    fits_peer: bool = True,
+    profiled: int = 0,
+    peers: Sequence[str] = (PEER,),
+    seconds: int = _TIMEOUT,
 ) -> list[str]:
-    """compare.py without profiles; `flags` go to pretrain_gpt.py."""
-    peers = [PEER] if target.with_peer and fits_peer else []
+    """compare.py; `flags` go to pretrain_gpt.py, and `peers` run if they are installed."""
+    peers = peers if target.with_peer else []
     command = ["compare.py", "--model", model, "--nproc-per-node", str(gpus), "--runs", *runs, *peers]
     command += ["--micro-batch-size", str(micro), "--num-micro-batches", str(num_micro)]
-    command += ["--train-iters", str(steps), "--profiled-steps", "0", "--timeout", str(_TIMEOUT)]
-    return [*command, "--output-dir", str(target.folder / name), "--", "--mock-data", *flags]
+    command += ["--train-iters", str(steps), "--profiled-steps", str(profiled), "--timeout", str(seconds)]
+    return [*command, "--output-dir", str(target.folder / name), "--", *flags, *target.flags]
 
 
 def _long(length: int) -> tuple[str, ...]:
@@ -98,6 +109,56 @@ _KEEP_30B = ("--keep-fp8-transpose-cache", "48")
 _TWO_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "4")
 #: Models whose steps are recorded by default; for the others O3-graph is the run with a graph.
 _WITH_AND_WITHOUT_GRAPH = ("O3-fast", "O3-no-graph", "bf16", "bf16-no-graph")
+
+
+#: Layouts of experts over four GPUs.
+_EP2, _EP4 = (("--expert-model-parallel-size", size) for size in ("2", "4"))
+_EXPERT_LAYOUTS = {"ep4": _EP4, "ep2-dp2": _EP2, "tp2-ep2": (*_TP2, *_EP2)}
+#: Whole models fit 80 GB with it.
+_EXPERTS_RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
+#: Both kinds of Megatron's experts.
+_EXPERT_PEERS = ("megatron-bf16", "megatron-te-blockwise")
+
+
+def _experts(target: Target, model: str, layers: int | None, layouts: Sequence[str], micros: Sequence[int]) -> Commands:
+    """A model with experts in some layouts and sizes of a micro-batch. Its own runs are profiled: the time of
+    communication, and how much of it stands beside no other kernel. tokens_per_expert.jsonl has the loads.
+
+    Args:
+        layers: of the model beside BF16 and peers; None: all, which fit in FP8 alone.
+    """
+    runs, peers, flags = ["O3-default"], (), (*_FIVE_BYTES, *_EXPERTS_RECOMPUTED)
+    if layers is not None:
+        runs, peers, flags = ["O3-default", "bf16"], _EXPERT_PEERS, ("--num-layers", str(layers))
+    return [
+        _compare(
+            *(target, f"{model}-{layers or 'whole'}-{layout}-micro{micro}", model, runs),
+            *(*_EXPERT_LAYOUTS[layout], *flags, "--save-tokens-per-expert-interval", "1"),
+            gpus=4,
+            micro=micro,
+            profiled=2,
+            peers=peers,
+            seconds=550,
+        )
+        for layout in layouts
+        for micro in micros
+    ]
+
+
+def _expert_bits(target: Target) -> Commands:
+    """The first loss has the same bits under each size where the forward's arithmetic is the same: with two experts a
+    token, in 16 bits and in blocks."""
+    return [
+        _compare(
+            *(target, f"bits-ep{size}", "mixtral-8x7b", ["bf16", "O3-blockwise"]),
+            *("--num-layers", "2", "--expert-model-parallel-size", size, "--deterministic-mode"),
+            gpus=4,
+            micro=1,
+            steps=8,
+            peers=(),
+        )
+        for size in ("1", "2", "4")
+    ]
 
 
 def _any_model(target: Target, name: str, models: Sequence[str]) -> list[str]:
@@ -176,7 +237,7 @@ PARTS = {
                 gpus=4,
                 micro=1,
                 steps=8,
-                fits_peer=False,
+                peers=(),
             ),
         ],
     ),
@@ -184,17 +245,28 @@ PARTS = {
         4,
         "GPT-30B and Llama-3-70B over four tensor-parallel GPUs, GPT-7B in four pipeline stages",
         lambda to: [
-            _compare(to, "30b", "30b", ["O3-fast"], gpus=4, micro=2, num_micro=8, fits_peer=False),
-            _compare(to, "30b-kept", "30b", ["O3-fast"], *_KEEP_30B, gpus=4, micro=2, num_micro=8, fits_peer=False),
-            _compare(to, "llama-70b", "llama-70b", ["O3-fast"], *_TP4, *_FIVE_BYTES, gpus=4, micro=1, fits_peer=False),
+            _compare(to, "30b", "30b", ["O3-fast"], gpus=4, micro=2, num_micro=8, peers=()),
+            _compare(to, "30b-kept", "30b", ["O3-fast"], *_KEEP_30B, gpus=4, micro=2, num_micro=8, peers=()),
+            _compare(to, "llama-70b", "llama-70b", ["O3-fast"], *_TP4, *_FIVE_BYTES, gpus=4, micro=1, peers=()),
             _compare(to, "7b-4-stages", "7b", ["O3-fast"], *_PP4, gpus=4, micro=2, num_micro=16),
             _compare(
                 *(to, "7b-4-stages-twice", "7b", ["O3-fast"], *_PP4, *_TWO_CHUNKS),
                 gpus=4,
                 micro=2,
                 num_micro=16,
-                fits_peer=False,
+                peers=(),
             ),
+        ],
+    ),
+    "moe": Part(
+        4,
+        "Qwen3-30B-A3B and Mixtral-8x7B over expert-parallel GPUs, whole, and by layers beside every peer: docs/moe.md",
+        lambda to: [
+            *_experts(to, "qwen3-30b-a3b", None, ("ep4", "ep2-dp2"), (1, 2)),
+            *_experts(to, "mixtral-8x7b", None, ("ep4", "tp2-ep2"), (1, 2)),
+            *_experts(to, "qwen3-30b-a3b", 8, ("ep4", "ep2-dp2"), (1, 2, 4)),
+            *_experts(to, "mixtral-8x7b", 2, ("ep4", "tp2-ep2"), (1, 2, 4)),
+            *_expert_bits(to),
         ],
     ),
     "fsdp2": Part(
@@ -258,12 +330,16 @@ def main() -> int:
     for name in args.parts:
         gpus = "1 GPU" if PARTS[name].gpus == 1 else f"{PARTS[name].gpus} GPUs"
         print(f"== {name} ({gpus}): {PARTS[name].about}", flush=True)
-        for command in PARTS[name].commands(Target(args.output_dir, args.with_peer)):
+        for command in PARTS[name].commands(Target(args.output_dir, args.with_peer, args.flags)):
             command = resolved(command)
             print(shlex.join(["python", *command[1:]]), flush=True)
             if not args.list:
                 status |= subprocess.run(command, cwd=_HERE.parent, check=False).returncode != 0
     return status
+
+
+def _compares(part: str) -> bool:
+    return any(command[0] == "compare.py" for command in PARTS[part].commands(Target(Path(), with_peer=False)))
 
 
 def resolved(command: Sequence[str]) -> list[str]:
@@ -278,13 +354,15 @@ def resolved(command: Sequence[str]) -> list[str]:
 
 def _parse() -> argparse.Namespace:
     parser = Parser(
-        description="Measure again what README.md, docs/performance.md and docs/evidence.md quote.",
+        description="Measure again what README.md, docs/performance.md and docs/evidence.md quote.", passes_flags=True
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--list", action="store_true", help="show the parts and their commands, run nothing")
     parser.add_argument("--no-peers", action="store_true", help="this project alone")
     parser.add_argument("--output-dir", type=output_folder, default=Path("runs/measured"))
-    args = parser.parse_args()
+    own, flags = own_and_run_flags(sys.argv[1:])
+    args = parser.parse_args(own)
+    args.flags = flags
     if not args.parts and not args.list:
         parser.error(f"name a part: {', '.join(PARTS)}")
     args.parts = args.parts or list(PARTS)
@@ -294,6 +372,9 @@ def _parse() -> argparse.Namespace:
         if not args.list and torch.cuda.device_count() < PARTS[name].gpus:
             parser.error(f"part '{name}' needs {PARTS[name].gpus} GPUs, there are {torch.cuda.device_count()}")
     args.output_dir = args.output_dir.absolute()
+    unread = [name for name in args.parts if not _compares(name)]
+    if args.flags and unread:
+        parser.error(f"{shlex.join(args.flags)} are for comparisons, and '{unread[0]}' has none; drop one")
     missing = PEERS[PEER].missing()
     if missing is not None and not args.no_peers:
         print(f"== {PEER} is left out: {missing}", flush=True)

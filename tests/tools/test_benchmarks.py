@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,8 @@ from fp8_megatron.errors import UserError
 from fp8_megatron.formats.format import Quantized
 from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.quantization.weight_grad import WeightGrad
+from fp8_megatron.reporting.metrics_file import TOKENS_FILE
+from tests.harness.token_files import write_token_files
 from tools.gradient_snr import _EVERY, Sample
 from tools.memory_at_peak import main, peak_table
 
@@ -250,19 +253,44 @@ def test_every_run_is_a_valid_configuration(part: str, tmp_path: Path, monkeypat
             assert max(scaling._parse().gpus) == PARTS[part].gpus
 
 
+@pytest.mark.slow
+def test_experts_over_four_ranks_are_compared_on_a_cpu(tmp_path: Path) -> None:
+    """A command of the part `moe` with a tiny model and a file of tokens. megatron-core's experts need CUDA."""
+    draw = np.random.default_rng(0)
+    write_token_files(tmp_path / "text", [draw.integers(0, 255, 200).tolist() for _ in range(100)])
+    tiny = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --num-query-groups 4 --ffn-hidden-size 128 "
+    tiny += f"--seq-length 32 --vocab-size 256 --data-path {tmp_path}/text --tokenizer-type NullTokenizer "
+    tiny += "--num-workers 0 --split 1,0,0"
+    folder = tmp_path / "mixtral-8x7b-2-tp2-ep2-micro2"
+    commands = PARTS["moe"].commands(Target(tmp_path, with_peer=False, flags=tiny.split()))
+    (command,) = (words for words in commands if str(folder) in words)
+    done = subprocess.run(resolved(command), cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+    fp8, bf16 = json.loads((folder / "comparison.json").read_text())["results"]
+    assert (fp8["name"], bf16["name"]) == ("O3-default", "bf16")
+    # The same tokens and initial weights; the bound is FP8's in tests/parallel/test_experts.py. Other tokens differ by
+    # 10⁻².
+    assert fp8["losses"][0] == pytest.approx(bf16["losses"][0], abs=3e-3)
+    assert len(fp8["profiled_step_ms"]) == 4 and fp8["ms_by_kind_of_kernel"]
+    loads = [json.loads(line) for line in (folder / "O3-default" / TOKENS_FILE).read_text().splitlines()]
+    tokens = 2 * 2 * 32  # micro-batch × replicas × sequence, each with two experts
+    assert len(loads) == len(fp8["losses"]) and {sum(layer) for layer in loads[-1]["tokens"]} == {2 * tokens}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "name a part: kernels, small,"),
         (["5b"], "there is no part '5b': choose of kernels, small,"),
         (["7b"], "part '7b' needs 4 GPUs, there are 0"),
+        (["7b", "kernels", "--list", "--", "--seed", "1"], "--seed 1 are for comparisons, and 'kernels' has none;"),
     ],
 )
 def test_bad_input(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(sys, "argv", ["measure.py", *flags, "--output-dir", str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--output-dir", str(tmp_path / "out"), *flags])
     with pytest.raises(SystemExit, match="2"):
         measure.main()
     assert message in capsys.readouterr().err
