@@ -68,6 +68,7 @@ MODELS = {
 _TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 LAYOUTS = {
     "ep2": (2, ParallelConfig(expert_model_parallel_size=2)),
+    "dp4": (4, ParallelConfig()),
     "ep2_dp2": (4, ParallelConfig(expert_model_parallel_size=2)),
     "ep4": (4, ParallelConfig(expert_model_parallel_size=4)),
     "pp2": (2, ParallelConfig(pipeline_model_parallel_size=2)),
@@ -202,6 +203,18 @@ def test_tokens_sent_to_their_experts_alone_train_bit_for_bit(
 ) -> None:
     """A token has two experts, so two summands at most."""
     assert_same_bits(trained(model, precision, SENDING[name]), trained(model, precision, name))
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"), [("softmax", "bf16"), pytest.param("blocks", "blockwise", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("layout", ["ep2_dp2", "ep4", "ep4_alltoall"])
+def test_a_first_loss_has_the_same_bits_under_any_expert_parallel_size(
+    trained: Trained, model: str, precision: str, layout: str
+) -> None:
+    """In 16 bits and in blocks no scale is shared by the tokens of ranks, and a token's sum has two terms. Later
+    weights differ: a weight gradient sums the tokens of other ranks in one GEMM, or by replicas."""
+    assert trained(model, precision, layout).losses[0] == trained(model, precision, "dp4").losses[0]
 
 
 @pytest.mark.parametrize("layout", ["ep2", pytest.param("tp2_experts_of_ranks", marks=pytest.mark.slow)])
