@@ -17,7 +17,13 @@ from tests.planning.h100_runs import H100_RUNS, H100Run
 from tests.planning.recorded_runs import ROOT, RecordedRun, read, recorded_runs
 
 #: Of experts no time is predicted.
-RUNS = [run for run in recorded_runs() if run.step_ms is not None and run.config.model.num_experts is None]
+RUNS = [
+    run
+    for run in recorded_runs()
+    if run.step_ms is not None
+    and run.config.model.num_experts is None
+    and run.config.precision.fp8_recipe != "blockwise"
+]
 
 
 def _over_measured(run: RecordedRun) -> float:

@@ -86,7 +86,7 @@ def kept_bytes(config: Config, layer: int) -> float:
     if is_fp8:
         of_token, of_row = of_router + decoder.fp8_bytes(config) * hidden, _HALF * rank.columns
     else:
-        of_token, of_row = of_router, _HALF * hidden + _half_activation(config, rank)
+        of_token, of_row = of_router, _HALF * hidden + _half_activation(rank)
     of_experts = rank.own * of_token + rank.rows * (2 * _FP32 + of_row)
     kept = decoder.kept_around_mlp(config, layer) + of_experts + _HALF * rank.shared
     return kept - recomputed_bytes(config, layer)
@@ -101,9 +101,9 @@ def recomputed_bytes(config: Config, layer: int) -> float:
     rank, of_row = _rank(config, is_fp8=is_fp8), 0
     if "moe" in modules:
         of_row = _HALF * (rank.columns if is_fp8 else model.hidden_size)
-        of_row += 0 if is_fp8 else _half_activation(config, rank)
+        of_row += 0 if is_fp8 else _half_activation(rank)
     elif "moe_act" in modules and not is_fp8:
-        of_row = _half_activation(config, rank) - _HALF * rank.columns
+        of_row = _half_activation(rank) - _HALF * rank.columns
     shared = rank.shared if {"moe", "shared_experts"} & modules else 0
     return rank.rows * of_row + _HALF * shared
 
@@ -116,16 +116,19 @@ def forward_bytes(config: Config, layer: int) -> int:
         return decoder.forward_bytes(config, layer)
     rank, hidden, fp8 = _rank(config, is_fp8=is_fp8), model.hidden_size, decoder.fp8_bytes(config)
     of_row: float = _HALF * hidden
-    of_row += _HALF * rank.columns + fp8 * rank.width if is_fp8 else _half_activation(config, rank)
+    of_row += _HALF * rank.columns + fp8 * rank.width if is_fp8 else _half_activation(rank)
     of_token = (4 * _HALF + fp8 * is_fp8) * hidden + 5 * _FP32 * (model.num_experts or 0)
     per_token = rank.own * of_token + rank.rows * of_row + _HALF * rank.shared + _exchanged(config, rank)
+    if is_fp8 and not config.parallel.gathers_tokens:  # tokens that came are gone when sums are there
+        per_token -= fp8 * rank.received * hidden
     return round(config.tokens_per_micro_batch * per_token)
 
 
 def backward_bytes(config: Config, layer: int) -> int:
     """As `Architecture.backward_bytes`: the gradient of a row of the experts' output in both layouts; that of the
     hidden state; that of the activation's input in both layouts, with the activation. When those of the output are
-    gone, the row's input, and its gradient in 16 bits. In FP8 also the transposes of all weights."""
+    gone, the row's input, and its gradient in 16 bits. In FP8 also the transposes of all weights. In 16 bits, of a row
+    the gradients that lie side by side."""
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
         return decoder.backward_bytes(config, layer)
@@ -135,17 +138,15 @@ def backward_bytes(config: Config, layer: int) -> int:
         of_output = fp8 * (2 * hidden + 2 * rank.columns + rank.width) + _HALF * rank.width
         of_row = max(of_output, fp8 * (hidden + 2 * rank.columns) + _HALF * hidden)
     else:
-        of_row = _HALF * hidden + (_HALF + _FP32) * rank.width + _FP32 * 2 * rank.columns
+        of_row = _HALF * (hidden + max(rank.columns, rank.width))
     per_token = rank.own * (_HALF + 2 * fp8) * hidden + rank.rows * of_row + _exchanged(config, rank)
     transposes = rank.experts * hidden * (rank.columns + rank.width) if is_fp8 else 0
     return round(config.tokens_per_micro_batch * per_token) + transposes
 
 
-def _half_activation(config: Config, rank: _Rank) -> int:
-    """Bytes that autograd keeps of the activation of a row in 16 bits: in FP32 its input, its factors and its output;
-    in 16 bits the product with the probability."""
-    outputs = 2 if config.model.is_gated else 1
-    return _FP32 * (rank.columns + outputs * rank.width) + _HALF * rank.width
+def _half_activation(rank: _Rank) -> int:
+    """Bytes that autograd keeps of the activation of a row in 16 bits: its input and its output."""
+    return _HALF * (rank.columns + rank.width)
 
 
 def _exchanged(config: Config, rank: _Rank) -> float:
