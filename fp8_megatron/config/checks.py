@@ -226,7 +226,7 @@ def _check_release(config: Config, world_size: int, num_replicas: int, num_micro
             f"4 / {num_replicas} bytes of gradients a parameter), or raise tensor_model_parallel_size"
         )
     parallel = config.parallel
-    holders = world_size // (parallel.expert_ranks * parallel.pipeline_model_parallel_size)
+    holders = config.num_expert_replicas(world_size)
     if config.model.num_experts is not None and holders > 1 == num_replicas:
         yield (
             f"{name}, but each expert is on {holders} ranks, whose gradients are reduced first; drop it, or choose an "

@@ -319,6 +319,10 @@ class Config:
         """Ranks that hold the same weights: context × data parallel."""
         return self.data_parallel_size(world_size) * self.parallel.context_parallel_size
 
+    def num_expert_replicas(self, world_size: int) -> int:
+        """Ranks that hold the same experts."""
+        return world_size // (self.parallel.expert_ranks * self.parallel.pipeline_model_parallel_size)
+
     @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens of a micro-batch that one rank has, or its tensor-parallel ranks together."""

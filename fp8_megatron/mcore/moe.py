@@ -280,14 +280,15 @@ class Experts(torch.nn.Module):
         self.recomputes, self.recomputes_activation = "moe" in modules, "moe_act" in modules
 
     def depart(self, x: Tensor) -> Flight | None:
-        """Start to send [T, H] where every rank gets every token; None: nothing leaves before the router is done."""
+        """Start to send [T, H], without a gradient, where every rank gets every token; None: nothing leaves before the
+        router is done."""
         if self.ranks is None or not self.gathers:
             return None
         flight = Flight(AllGather(self.ranks, self.num_parts))
         if self.is_fp8:
             send_tokens(x, self.linear_fc1.linear_params(Exchanged(flight.exchange)), flight)
         else:
-            flight.rows = flight.exchange.send(x.detach().contiguous())
+            flight.rows = flight.exchange.send(x.contiguous())
         return flight
 
     def flight(self, routing_map: Tensor) -> Flight | None:
@@ -403,11 +404,11 @@ class MixtureOfExperts(MegatronModule):
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """hidden_states [s, b, H] (behind the norm) → output [s, b, H], and no bias."""
-        flight = self.experts.depart(hidden_states.detach().view(-1, hidden_states.shape[-1]))
+        tokens = hidden_states.view(-1, hidden_states.shape[-1])
+        flight = self.experts.depart(tokens.detach())
         probs, routing_map = self.router(hidden_states)
         flight = flight or self.experts.flight(routing_map)
-        tokens, capacity = hidden_states.view(-1, hidden_states.shape[-1]), self.router.capacity(len(probs))
-        output = self.experts(tokens, probs, routing_map, capacity, flight)
+        output = self.experts(tokens, probs, routing_map, self.router.capacity(len(probs)), flight)
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         whole = output().view_as(hidden_states)
         return whole if shared is None else whole + shared, None

@@ -101,8 +101,7 @@ def replicas_by_part(config: Config, world_size: int) -> dict[ModelPart, int]:
     others = config.num_replicas(world_size)
     if config.model.num_experts is None:
         return {"others": others}
-    parallel = config.parallel
-    return {"experts": others * parallel.tensor_model_parallel_size // parallel.expert_ranks, "others": others}
+    return {"experts": config.num_expert_replicas(world_size), "others": others}
 
 
 def parameters_by_class(

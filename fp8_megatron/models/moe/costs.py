@@ -118,17 +118,16 @@ def forward_bytes(config: Config, layer: int) -> int:
     of_row: float = _HALF * hidden
     of_row += _HALF * rank.columns + fp8 * rank.width if is_fp8 else _half_activation(rank)
     of_token = (4 * _HALF + fp8 * is_fp8) * hidden + 5 * _FP32 * (model.num_experts or 0)
-    per_token = rank.own * of_token + rank.rows * of_row + _HALF * rank.shared + _exchanged(config, rank)
-    if is_fp8 and not config.parallel.gathers_tokens:  # tokens that came are gone when sums are there
-        per_token -= fp8 * rank.received * hidden
+    exchanged = _exchanged(config, rank, has_tokens=config.parallel.gathers_tokens or not is_fp8)
+    per_token = rank.own * of_token + rank.rows * of_row + _HALF * rank.shared + exchanged
     return round(config.tokens_per_micro_batch * per_token)
 
 
 def backward_bytes(config: Config, layer: int) -> int:
     """As `Architecture.backward_bytes`: the gradient of a row of the experts' output in both layouts; that of the
     hidden state; that of the activation's input in both layouts, with the activation. When those of the output are
-    gone, the row's input, and its gradient in 16 bits. In FP8 also the transposes of all weights. In 16 bits, of a row
-    the gradients that lie side by side."""
+    gone, the row's input, and its gradient in 16 bits. In FP8 also the transposes of all weights. In 16 bits the
+    gradients of a row's input and of what the activation takes."""
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
         return decoder.backward_bytes(config, layer)
@@ -138,7 +137,7 @@ def backward_bytes(config: Config, layer: int) -> int:
         of_output = fp8 * (2 * hidden + 2 * rank.columns + rank.width) + _HALF * rank.width
         of_row = max(of_output, fp8 * (hidden + 2 * rank.columns) + _HALF * hidden)
     else:
-        of_row = _HALF * (hidden + max(rank.columns, rank.width))
+        of_row = _HALF * (hidden + rank.columns)
     per_token = rank.own * (_HALF + 2 * fp8) * hidden + rank.rows * of_row + _exchanged(config, rank)
     transposes = rank.experts * hidden * (rank.columns + rank.width) if is_fp8 else 0
     return round(config.tokens_per_micro_batch * per_token) + transposes
@@ -149,7 +148,8 @@ def _half_activation(rank: _Rank) -> int:
     return _HALF * (rank.columns + rank.width)
 
 
-def _exchanged(config: Config, rank: _Rank) -> float:
-    """Bytes that ranks which share experts hold of each other's tokens: the tokens in FP8, and in 16 bits what the
-    experts of a rank give to them, and what is sent of that."""
-    return rank.received * (decoder.fp8_bytes(config) + 2 * _HALF) * config.model.hidden_size
+def _exchanged(config: Config, rank: _Rank, *, has_tokens: bool = True) -> float:
+    """Bytes that ranks which share experts hold of each other's tokens: in 16 bits what the experts of a rank give to
+    them, and what is sent of that; and the tokens in FP8, which are gone by then where `has_tokens` is False."""
+    of_tokens = decoder.fp8_bytes(config) if has_tokens else 0.0
+    return rank.received * (of_tokens + 2 * _HALF) * config.model.hidden_size
