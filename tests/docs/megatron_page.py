@@ -44,9 +44,12 @@ def _counts(options: Sequence[Option]) -> str:
 
 def _does(options: Sequence[Option]) -> str:
     own = [_names([one]) for one in options if one.kind is Kind.DOES and not one.ours]
-    renamed = [one for one in options if one.kind is Kind.DOES and one.ours]
+    renamed: dict[str, list[Option]] = {}
+    for one in options:
+        if one.kind is Kind.DOES and one.ours:
+            renamed.setdefault(one.ours, []).append(one)
     lines = ["With the same name: " + ", ".join(own) + ".", "", "| Megatron's name | name here |", "| --- | --- |"]
-    return "\n".join(lines + [f"| {_names([one])} | `{one.ours}` |" for one in renamed]) + "\n"
+    return "\n".join(lines + [f"| {_names(group)} | `{ours}` |" for ours, group in renamed.items()]) + "\n"
 
 
 def _nothing(options: Sequence[Option]) -> str:
