@@ -49,6 +49,8 @@ from .registration import callable_of
 from .rope import reference as _rope
 from .rope.reference import KnownCast, QKNorm, QKVCasts, Rotation
 from .rounding import Places, seed_of
+from .router import reference as _router
+from .router.reference import Choice
 from .scales import reference as _scales
 from .scales.reference import RECORD_SIZE, REPORT_HEAD, REPORT_SUMS, SAMPLE_EVERY, SAMPLED_FROM
 from .wire import reference as _wire
@@ -99,6 +101,8 @@ activation_backward_quantize = callable_of(_activation.activation_backward_quant
 activation_quantize_blocks = callable_of(_activation.activation_quantize_blocks)
 activation_backward_quantize_blocks = callable_of(_activation.activation_backward_quantize_blocks)
 
+choose_experts = callable_of(_router.choose_experts)
+choose_experts_backward = callable_of(_router.choose_experts_backward)
 routed_rows = callable_of(_rows.routed_rows)
 gather_rows = callable_of(_rows.gather_rows)
 gather_blocks = callable_of(_rows.gather_blocks)

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..sharding.data_parallel import DataParallelModule, finish_gradients
 from ..sharding.gradient import GradBuffer
-from .moe import routers_of, update_expert_biases
+from .router import routers_of, update_expert_biases
 
 
 class FP8DataParallel(_BaseDataParallel):

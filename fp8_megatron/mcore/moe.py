@@ -1,8 +1,8 @@
-"""A mixture of experts in megatron-core's layers: router, experts and a shared expert, in the place of an MLP."""
+"""A mixture of experts in the place of megatron-core's MLP: experts and a shared expert behind a router."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -11,15 +11,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
-from megatron.core.transformer.moe.router import Router as BaseRouter
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..activation_functions import Activation
 from ..collectives.token_exchange import AllGather, AllToAll
-from ..config.moe import DROPPED, LOSSES, expert_capacity, reported_means
 from ..device.group import Group
 from ..dtypes import E4M3
 from ..nn.experts import experts, fp8_experts, grouped_by_expert, recomputed, send_tokens, with_biases
@@ -29,172 +25,8 @@ from ..nn.parallelism import LOCAL, Exchanged, Local
 from ..nn.token_flight import Flight, SendTokens, StartSum, exchange_choices
 from ..quantization.recipe import LinearQuantizers, Recipe
 from ..quantization.scaled_tensor import ScaledTensor
+from .router import Router, device_of
 from .tensor_parallel import as_scaled
-
-
-class Router(TopKRouter):
-    """megatron-core's router, on every device, with its numbers of a step.
-
-    Attributes:
-        load: FP32 [E], tokens that the step sent to each expert on this rank, without those that are dropped.
-        mean_names: of the losses that it adds, and of what it drops.
-        means: FP32 [means], the sum of each over the step's micro-batches.
-    """
-
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
-        own = copy(config)
-        own.moe_expert_capacity_factor = None  # `forward` drops: megatron-core's positions are in no order
-        BaseRouter.__init__(self, config=own, pg_collection=pg_collection)  # TopKRouter's makes buffers with CUDA
-        self.capacity_factor, self.drop_policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
-        device, count = _device(config), config.num_moe_experts
-        self.weight = torch.nn.Parameter(
-            torch.empty(count, config.hidden_size, dtype=config.params_dtype, device=device)
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        if config.add_bias_linear:  # otherwise it is None
-            self.bias = torch.nn.Parameter(torch.zeros(count, dtype=config.params_dtype, device=device))
-            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.topk = config.moe_router_topk
-        self.routing_type = config.moe_router_load_balancing_type
-        self.score_function = config.moe_router_score_function
-        self.enable_expert_bias = config.moe_router_enable_expert_bias
-        self.input_jitter = self.router_replay = self.local_tokens_per_expert = None
-        self.register_buffer("load", torch.zeros(count, device=device), persistent=False)
-        bias = torch.zeros(count, device=device) if self.enable_expert_bias else None
-        self.register_buffer("expert_bias", bias)
-        has_global_loss = self.get_aux_loss_coeff("global_aux_loss") > 0
-        for name, shape in (("global_tokens_per_expert", (count,)), ("ga_steps", ())):
-            value = torch.zeros(shape, device=device) if has_global_loss else None
-            self.register_buffer(name, value, persistent=False)
-        factors = {kind: self.get_aux_loss_coeff(kind) for kind in LOSSES}
-        self.mean_names = reported_means(factors, config.moe_z_loss_coeff, self.capacity_factor)
-        self.register_buffer("means", torch.zeros(len(self.mean_names), device=device), persistent=False)
-
-    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[s, b, H] → probabilities FP32 [s · b, E] and which experts each token goes to, bool [s · b, E]: at most
-        `capacity` tokens to each expert."""
-        self._maintain_float32_expert_bias()
-        logits = self.gating(self.apply_input_jitter(input))
-        if self.config.moe_router_force_load_balancing:
-            logits = logits + (torch.randn_like(logits) - logits).detach()
-        probs, chosen = self.routing(logits)
-        kept = within_capacity(probs.detach(), chosen, self.capacity(len(chosen)), self.drop_policy)
-        if torch.is_grad_enabled():
-            self.load.add_(kept.sum(dim=0))
-            if DROPPED in self.mean_names:
-                self.means[self.mean_names.index(DROPPED)].add_(1 - kept.sum() / chosen.sum())
-        return probs.float(), kept
-
-    def capacity(self, num_tokens: int) -> int:
-        """The most tokens that an expert takes of `num_tokens`."""
-        return expert_capacity(num_tokens, self.topk, self.config.num_moe_experts, self.capacity_factor)
-
-    def gating(self, input: Tensor) -> Tensor:
-        """The logits [s, b, E], in the router's dtype."""
-        dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
-        logits: Tensor = _Gating.apply(input, self.weight, dtype)
-        return logits if self.bias is None else logits + self.bias.to(dtype)
-
-    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the z-loss to the logits."""
-        coefficient = self.config.moe_z_loss_coeff
-        if not coefficient or not self.training or not torch.is_grad_enabled():
-            return logits
-        shared = coefficient / self.tp_cp_group.size()
-        return self._attached(logits, "z_loss", z_loss_func(logits, shared), shared)
-
-    def attach_and_log_load_balancing_loss(
-        self,
-        activation: Tensor,
-        aux_loss_coeff: float,
-        aux_loss: Tensor,
-        aux_loss_name: str,
-        *unused: Any,
-        **others: Any,
-    ) -> Tensor:
-        """Attach a loss that balances the experts to the probabilities.
-
-        A data-parallel rank has a part of the loss over the global batch, and gradients are averaged over those ranks.
-        """
-        is_part = aux_loss_name == LOSSES["global_aux_loss"]
-        factor = self.tp_dp_cp_group.size() // self.tp_cp_group.size() if is_part else 1
-        return self._attached(activation, aux_loss_name, aux_loss, aux_loss_coeff, factor=factor)
-
-    def _attached(self, activation: Tensor, name: str, loss: Tensor, coefficient: float, *, factor: int = 1) -> Tensor:
-        """`activation`, whose backward also sends back `factor` times the gradient of `loss`."""
-        self.means[self.mean_names.index(name)].add_(loss.detach().float() / coefficient)
-        loss = loss * factor
-        if self.calculate_per_token_loss:  # the gradient is divided by the tokens later
-            loss = loss * activation.shape[0]
-        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, loss)
-        return attached
-
-    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Nothing: `forward` counts the load, behind what it drops."""
-
-    def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, E] → scores, and the map of the experts of a plan that is balanced in training."""
-        scores = torch.sigmoid(logits.float()) if self.topk == 1 else torch.softmax(logits, -1, dtype=torch.float32)
-        with torch.no_grad():
-            chosen = (sinkhorn(logits) if self.training else scores).topk(self.topk, dim=1).indices
-        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, value=True)
-        return scores * routing_map, routing_map
-
-    def start_step(self) -> None:
-        """Forget the last step's numbers."""
-        self.load.zero_()
-        self.means.zero_()
-        self.reset_global_aux_loss_tracker()
-
-
-def within_capacity(probs: Tensor, routing_map: Tensor, capacity: int, policy: str) -> Tensor:
-    """`routing_map`, bool [T, E], with at most `capacity` tokens of each expert.
-
-    Args:
-        probs: [T, E], positive where the map is true.
-        policy: what an expert keeps: the tokens with the largest ``probs``, or the first by ``position``.
-    """
-    if capacity >= len(routing_map):
-        return routing_map
-    if policy == "position":
-        return routing_map & (routing_map.cumsum(dim=0) <= capacity)
-    best = torch.where(routing_map, probs, -1.0).topk(capacity, dim=0, sorted=False).indices
-    return routing_map & torch.zeros_like(routing_map).scatter_(0, best, value=True)
-
-
-def sinkhorn(logits: Tensor, *, tolerance: float = 1e-4, most_rounds: int = 32) -> Tensor:
-    """The transport plan [T, E] of tokens to experts in FP32 whose rows, and whose columns, have equal sums.
-
-    Rows and columns of e^logits are scaled in turn until the columns' factors move by `tolerance` in the mean, as in
-    megatron-core. There the host waits for each round; here all rounds run, and the later ones change nothing.
-    """
-    plan = logits.float().exp()
-    num_tokens, num_experts = plan.shape
-    rows, columns = plan.new_ones(num_tokens), plan.new_ones(num_experts)
-    is_done = torch.zeros((), dtype=torch.bool, device=plan.device)
-    for _ in range(most_rounds):
-        new_rows = (1 / num_tokens) / ((columns * plan).sum(dim=1) + 1e-8)
-        new_columns = (1 / num_experts) / ((new_rows.unsqueeze(1) * plan).sum(dim=0) + 1e-8)
-        error = (columns - new_columns).abs().mean()
-        rows, columns = torch.where(is_done, rows, new_rows), torch.where(is_done, columns, new_columns)
-        is_done = is_done | (error <= tolerance)
-    return columns * plan * rows.unsqueeze(1)
-
-
-class _Gating(torch.autograd.Function):
-    """x [..., H] · weight [E, H]ᵀ in `dtype`, of which forward keeps x and weight as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (grad,), (x, weight) = grads, ctx.saved_tensors
-        rows, grads_of_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        grad_x = (grads_of_rows @ weight.to(grad.dtype)).to(x.dtype).view(x.shape)
-        return grad_x, (grads_of_rows.t() @ rows.to(grad.dtype)).to(weight.dtype), None
 
 
 class ExpertLinear(torch.nn.Module):
@@ -220,7 +52,7 @@ class ExpertLinear(torch.nn.Module):
         links: LinearLinks,
     ) -> None:
         super().__init__()
-        device, self.links = _device(config), links
+        device, self.links = device_of(config), links
         if recipe is None:
             self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         else:
@@ -354,7 +186,7 @@ class SharedExpert(MLP):
         own.ffn_hidden_size = config.moe_shared_expert_intermediate_size
         super().__init__(own, submodules, ffn_hidden_size=own.ffn_hidden_size, tp_group=pg_collection.tp)
         if config.moe_shared_expert_gate:
-            weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=_device(config))
+            weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device_of(config))
             self.gate_weight = torch.nn.Parameter(weight)
             self.gate_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.recomputes = bool({"moe", "shared_experts"} & _recomputed_modules(config))
@@ -414,29 +246,5 @@ class MixtureOfExperts(MegatronModule):
         return whole if shared is None else whole + shared, None
 
 
-@torch.no_grad()
-def update_expert_biases(routers: Sequence[Router]) -> None:
-    """Raise the bias of experts with fewer tokens than the mean, and lower that of the others (arXiv 2408.15664).
-
-    All ranks that hold the routers call it after a step. One sum over ranks carries the loads of all of them.
-    """
-    biased = [router for router in routers if router.expert_bias is not None]
-    if not biased:
-        return
-    totals = torch.stack([router.load for router in biased])
-    torch.distributed.all_reduce(totals, group=biased[0].tp_dp_cp_group)
-    for router, total in zip(biased, totals, strict=True):
-        router.expert_bias += router.config.moe_router_bias_update_rate * torch.sign(total.mean() - total)
-
-
-def routers_of(module: torch.nn.Module) -> list[Router]:
-    """The routers of a model chunk."""
-    return [child for child in module.modules() if isinstance(child, Router)]
-
-
 def _recomputed_modules(config: TransformerConfig) -> set[str]:
     return set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
-
-
-def _device(config: TransformerConfig) -> torch.device | int:
-    return torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()

@@ -58,7 +58,10 @@ _NEEDED = {
     "transformer.mlp": {"MLP": "submodules ffn_hidden_size tp_group"},
     "transformer.moe.moe_utils": {"MoEAuxLossAutoScaler": "", "z_loss_func": "logits z_loss_coeff"},
     "transformer.moe.router": {
-        "TopKRouter._apply_expert_bias": "routing_map",
+        "TopKRouter._apply_aux_loss": "probs scores_for_aux_loss routing_map",
+        "TopKRouter._apply_global_aux_loss": "probs scores_for_aux_loss routing_map",
+        "TopKRouter._apply_seq_aux_loss": "probs scores_for_aux_loss routing_map seq_length bsz",
+        "TopKRouter.is_aux_loss_enabled": "",
         "TopKRouter._maintain_float32_expert_bias": "",
         "TopKRouter.apply_input_jitter": "input",
         "TopKRouter.apply_z_loss": "logits",

@@ -81,6 +81,9 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     gated, plain_experts = (of_experts, Activation("swiglu")), (grad_of_experts, Activation("squared_relu"))
     geglu, experts, tokens = (of_experts, Activation("quick_geglu")), ops.ExpertRows(probs, offsets), ops.ExpertRows()
     groups = torch.tensor([0, 128, 128, 256], dtype=torch.int32)  # the second expert has no rows
+    routed, bias = torch.randn(T, 16), torch.rand(16)
+    choices = [(None, ops.Choice(4, False, False, 0, 0, 1.0)), (bias, ops.Choice(4, True, False, 4, 2, 2.5))]
+    choices += [(None, ops.Choice(2, False, True, 4, 1, 1.0)), (None, ops.Choice(1, True, False, 0, 0, 2.5))]
     return {
         "amax": [(x,)],
         "quantize_current": [(x, E4M3, False, True, True), (x, E5M2, True, False, True)],
@@ -206,6 +209,10 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
                 True,
             )
             for kind, width in ((Activation("swiglu"), 256), (Activation("squared_relu"), 128))
+        ],
+        "choose_experts": [(logits, bias, how) for logits in (routed, routed.bfloat16()) for bias, how in choices],
+        "choose_experts_backward": [
+            (routed, ops.choose_experts(routed, bias, how)[1], torch.randn(routed.shape), how) for bias, how in choices
         ],
         "cross_entropy_statistics": [(x, labels, 0, K), (x, labels, 3, 0)],
         "cross_entropy_backward_": [(x.clone(), labels, vector, vector, 2, K - 3)],

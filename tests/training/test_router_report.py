@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.mcore.moe import Router
+from fp8_megatron.mcore.router import Router
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.mcore.transformer_config import transformer_config
