@@ -84,6 +84,7 @@ grouped_mm = callable_of(_grouped_gemm.grouped_mm)
 grouped_wgrad_ = callable_of(_grouped_gemm.grouped_wgrad_)
 grouped_wgrad_to_fp8_ = callable_of(_grouped_gemm.grouped_wgrad_to_fp8_)
 
+norm = callable_of(_norm.norm)
 norm_amax = callable_of(_norm.norm_amax)
 norm_quantize = callable_of(_norm.norm_quantize)
 norm_requantize = callable_of(_norm.norm_requantize)

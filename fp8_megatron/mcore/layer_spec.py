@@ -29,7 +29,7 @@ from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
 from .mlp import FP8MLP, ChunkedMLP, HalfMLP
 from .moe import MixtureOfExperts
-from .norm import DeferredNorm, HeadNorm, Norm
+from .norm import BranchingNorm, DeferredNorm, HeadNorm, Norm
 from .self_attention import FP8CoreAttention, FP8SelfAttention, RotarySelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 
@@ -121,7 +121,9 @@ def _fp8_layer(
         params={"activation": activation, "num_chunks": mlp_chunks},
         submodules=MLPSubmodules(linear_fc1=column_of(links.fc1), linear_fc2=row_of(links.fc2)),
     )
+    norm: type[Norm] = Norm
     if has_experts:
+        norm = BranchingNorm
         own = [LinearLinks(keeps_transpose=links.fc1.kept_transpose is not None) for _ in range(2)]
         mlp = _experts(
             recipe, links, activation, MLPSubmodules(linear_fc1=column_of(own[0]), linear_fc2=row_of(own[1]))
@@ -142,7 +144,7 @@ def _fp8_layer(
                 ),
             ),
             mlp,
-            (_norm_before(front), _norm_before(links.proj.early_cast)),
+            (_norm_before(front), _norm_before(links.proj.early_cast, norm)),
         ),
     )
 
@@ -173,8 +175,8 @@ def _experts(
     return ModuleSpec(module=MixtureOfExperts, params={**params, "shared_expert": shared_expert})
 
 
-def _norm_before(receiver: EarlyCast | None) -> ModuleSpec:
-    return ModuleSpec(module=Norm, params={"receiver": receiver})
+def _norm_before(receiver: EarlyCast | None, norm: type[Norm] = Norm) -> ModuleSpec:
+    return ModuleSpec(module=norm, params={"receiver": receiver})
 
 
 def _attention(
@@ -295,7 +297,8 @@ class FP8TransformerLayer(TransformerLayer):
         if isinstance(self.mlp, FP8MLP):
             output, bias, residual = self.mlp(hidden_states)
         else:
-            (output, bias), residual = self.mlp(self.pre_mlp_layernorm(hidden_states)), hidden_states
+            normed, residual = self.pre_mlp_layernorm(hidden_states)
+            output, bias = self.mlp(normed)
         return self._add(output, bias, residual, self.mlp_bda)
 
     def _add(self, output: Tensor, bias: Tensor | None, residual: Tensor | None, bias_dropout_add: Any) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..nn.normed import NormParams
+from ..nn.normed import NormParams, norm_branch
 from ..quantization.early_cast import EarlyCast
 
 
@@ -55,6 +55,14 @@ class DeferredNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`: the layer behind computes the norm."""
         return x
+
+
+class BranchingNorm(Norm):
+    """A norm before readers in 16 bits in an FP8 layer. Its backward adds the residual branch's gradient."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """[..., hidden] → [..., hidden] in the dtype of `x`, and `x` for the residual branch."""
+        return norm_branch(x, self.norm_params())
 
 
 class HeadNorm(Norm):

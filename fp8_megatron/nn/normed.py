@@ -1,4 +1,4 @@
-"""A norm in front of a linear layer, fused with the cast of its output to FP8.
+"""A norm in front of a linear layer, fused with the cast of its output to FP8; or in front of readers in 16 bits.
 
 Forward keeps the norm's input, which the residual stream holds anyway. Backward recomputes the norm's output in FP8.
 """
@@ -6,8 +6,9 @@ Forward keeps the norm's input, which the residual stream holds anyway. Backward
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..formats.format import Format, Quantized
@@ -15,8 +16,9 @@ from ..kernels import ops
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Quantizer
 from ..quantization.sources import CastGrad, NormSource, NormStatistics
+from .first_order import once_differentiable
 from .gemms import LinearParams, fprop, start_dgrad, wgrad
-from .operands import delivered
+from .operands import as_matrix, delivered, with_leading
 from .parallelism import Local
 from .rows import OperandRows
 
@@ -108,3 +110,28 @@ def norm_backward(
         operand = Quantized(payload, payload_t if receiver.transposed else None, scale, format)
         receiver.put(grad_x, CastGrad(operand, sums))
     return grad_x.view(x.shape), delivered(grad_weight, norm.weight), delivered(grad_bias, norm.bias)
+
+
+def norm_branch(x: Tensor, norm: NormParams) -> tuple[Tensor, Tensor]:
+    """norm(x) [..., K] in x's dtype, for several readers, and x for the residual branch, whose gradient is added inside
+    the norm's backward. Backward keeps x, and makes the cast that `norm.receiver` expects."""
+    return _NormBranch.apply(x, norm.weight, norm.bias, norm, torch.is_grad_enabled())
+
+
+class _NormBranch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormParams, needs_backward: bool
+    ) -> tuple[Tensor, Tensor]:
+        y, mean, rstd = ops.norm(as_matrix(x), weight, bias, eps=norm.eps, rms=norm.rms)
+        if needs_backward:
+            ctx.save_for_backward(x, mean, rstd)
+            ctx.norm = norm
+        return with_leading(y, x.shape[:-1]), x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, residual_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd = ctx.saved_tensors
+        statistics = NormStatistics(mean, rstd, None)
+        return *norm_backward(as_matrix(grad)[None], residual_grad, x, ctx.norm, statistics), None, None

@@ -85,6 +85,19 @@ def test_norm_quantize(shape: tuple[int, int], rms: bool, has_bias: bool, power_
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+def test_norm_in_16_bits(shape: tuple[int, int], rms: bool) -> None:
+    x, weight = normal(*shape, seed=1, size=3.0) + 0.5, 1 + normal(shape[1], seed=2, size=0.3)
+    bias = None if rms else normal(shape[1], seed=3, size=0.3)
+    y, mean, rstd = norm.norm(x, weight, bias, eps=1e-5, rms=rms)
+    measured = ops.norm(*cuda(x, weight, bias), eps=1e-5, rms=rms)
+    assert measured[0].dtype == torch.bfloat16
+    assert snr_db(measured[0].cpu(), y) > BF16_DB
+    torch.testing.assert_close(measured[1].cpu(), mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(measured[2].cpu(), rstd, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("has_residual", [False, True], ids=["alone", "residual"])
 def test_norm_backward(shape: tuple[int, int], rms: bool, has_bias: bool, has_residual: bool) -> None:

@@ -113,6 +113,7 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
                 2,
             ),
         ],
+        "norm": [(x, weight, None, 1e-5, True), (x, weight, weight, 1e-5, False)],
         "norm_amax": [(x, weight, None, 1e-5, True), (x, weight, weight, 1e-5, False)],
         "norm_quantize": [
             (x, weight, None, E4M3, 1e-5, True, None, False, None),

@@ -66,8 +66,19 @@ def _train(config: Config, has_receivers: bool) -> tuple[TinyRun, int]:
         return train_tiny_gpt(config, random_batches(STEPS, MICRO_BATCHES)), num_taken
 
 
-#: (style, head, tensor-parallel ranks): each pair of values is in one of these.
-FAST = [("gpt3", "bf16_head", 1), ("llama", "fp8_head", 1), ("gpt3", "fp8_head", 2), ("llama", "bf16_head", 2)]
+STYLES = {
+    "gpt3": GPT3_STYLE,
+    "llama": LLAMA_STYLE,
+    "experts": replace(LLAMA_STYLE, num_experts=4, moe_ffn_hidden_size=64, moe_router_dtype="fp32"),
+}
+#: (style, head, tensor-parallel ranks): each pair of values of dense models is in one of these.
+FAST = [
+    ("gpt3", "bf16_head", 1),
+    ("llama", "fp8_head", 1),
+    ("gpt3", "fp8_head", 2),
+    ("llama", "bf16_head", 2),
+    ("experts", "fp8_head", 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,7 @@ FAST = [("gpt3", "bf16_head", 1), ("llama", "fp8_head", 1), ("gpt3", "fp8_head",
 )
 def test_the_same_bits_as_in_the_layer(ranks: RankPool, style: str, head: str, num_ranks: int) -> None:
     parallel = ParallelConfig(num_ranks, sequence_parallel=num_ranks > 1)
-    model = GPT3_STYLE if style == "gpt3" else LLAMA_STYLE
+    model = STYLES[style]
     precision = replace(DELAYED, fp8_lm_head=head == "fp8_head")
     config = tiny_config(model, parallel=parallel, precision=precision)
     # From the second step on: of L layers 2L − 1 have a norm behind them, and the last one has the head's.

@@ -1,4 +1,5 @@
-"""`reference.norm_backward_quantize` on a GPU: one launch of csrc/norm_backward_quantize.cu, or two of Triton kernels.
+"""`reference.norm` on a GPU, torch's own kernel, and `norm_backward_quantize`: one launch of
+csrc/norm_backward_quantize.cu, or two of Triton kernels.
 
 The CUDA kernel needs Hopper's bulk copies and its shared memory. On other GPUs, and for row lengths that the kernel
 does not take, the norm's backward and the cast of its result are two launches.
@@ -27,6 +28,16 @@ _PARAMETERS = [*[ctypes.c_uint64] * 13, ctypes.c_long]
 _FIRST_CAPABILITY = (9, 0)
 #: Alignment of every operand in bytes, for vectors and bulk copies.
 _ALIGNMENT = 16
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.norm` in torch's kernel: one launch, which reads x once and keeps FP32 statistics."""
+    columns, weight = (x.shape[1],), weight.to(x.dtype)
+    if rms:
+        y, rstd = torch.ops.aten._fused_rms_norm(x, columns, weight, eps)
+        return y, no_values(torch.float32, x.device), rstd.view(-1)
+    y, mean, rstd = torch.native_layer_norm(x, columns, weight, None if bias is None else bias.to(x.dtype), eps)
+    return y, mean.view(-1), rstd.view(-1)
 
 
 def norm_backward_quantize(

@@ -39,6 +39,28 @@ def statistics(x: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
     return mean, 1.0 / torch.sqrt(centred.square().mean(dim=1) + eps)
 
 
+def _check_norm(x: Tensor, weight: Tensor, bias: Tensor | None, rms: bool) -> None:
+    assert x.ndim == 2 and weight.shape == x.shape[1:] and not (rms and bias is not None), (x.shape, weight.shape, rms)
+
+
+@operator(
+    gpu=".cuda",
+    fake=lambda x, rms: (x.new_empty(x.shape), fp32(x, 0 if rms else len(x)), fp32(x, len(x))),
+    check=_check_norm,
+)
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise `x` [T, K], for readers in 16 bits.
+
+    Args:
+        weight: [K]. bias: [K] or None, which it is under `rms`.
+
+    Returns:
+        y [T, K] in the dtype of `x`; mean (empty under `rms`) and rstd, FP32 [T], for `norm_backward`.
+    """
+    mean, rstd = statistics(x, eps, rms)
+    return _affine(_normalized(x, mean, rstd), weight, bias).to(x.dtype), mean, rstd
+
+
 @operator(gpu=".triton", fake=lambda x: fp32(x, 1))
 def norm_amax(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:
     """Amax of the normalised `x` [T, K], FP32 [1], without writing it."""
