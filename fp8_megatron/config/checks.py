@@ -165,7 +165,8 @@ def _check_expert_ranks(config: Config, world_size: int) -> Iterator[str]:
     if config.model.num_experts is not None and parallel.use_tp_pp_dp_mapping and pp > 1 and tp * ep != others:
         yield (
             f"use_tp_pp_dp_mapping: expert_tensor_parallel_size({tp}) × expert_model_parallel_size({ep}) = {tp * ep} "
-            f"is not tensor_model_parallel_size × context_parallel_size = {others}; choose sizes that agree, or drop it"
+            f"is not tensor_model_parallel_size × context_parallel_size = {others}; give --expert-model-parallel-size "
+            f"{others // tp}, or drop --use-tp-pp-dp-mapping"
         )
     if config.model.num_experts is not None and world_size % (tp * ep * pp):
         yield (

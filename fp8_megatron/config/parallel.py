@@ -98,11 +98,7 @@ class ParallelConfig:
     def expert_tensor_size(self) -> int:
         """Ranks that share each expert, with the default filled in."""
         size = self.expert_tensor_parallel_size
-        if size is not None:
-            return size
-        # megatron-core numbers experts' ranks in the same order, and wants as many replicas of them as of the rest.
-        has_larger = self.use_tp_pp_dp_mapping and self.expert_model_parallel_size == 1
-        return self.tensor_model_parallel_size * (self.context_parallel_size if has_larger else 1)
+        return self.tensor_model_parallel_size if size is None else size
 
     @property
     def rank_order(self) -> str:

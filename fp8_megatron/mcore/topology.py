@@ -228,7 +228,7 @@ def initialized(
             layout.virtual_size,
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_size,
+            expert_tensor_parallel_size=_expert_tensor_size(parallel),
             order=parallel.rank_order,
             create_gloo_process_groups=False,
             nccl_communicator_config_path=parallel.nccl_communicator_config_path if device.type == "cuda" else None,
@@ -251,6 +251,15 @@ def initialized(
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def _expert_tensor_size(parallel: ParallelConfig) -> int:
+    """Ranks that share an expert. Where stages are neighbours, megatron-core wants experts to have as many replicas as
+    the rest has, also in a model without experts."""
+    neighbours = parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1
+    if neighbours and parallel.expert_model_parallel_size == 1:
+        return parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return parallel.expert_tensor_size
 
 
 def _join_launched(device: torch.device, timeout: timedelta) -> None:

@@ -210,12 +210,17 @@ def test_without_experts_their_flags_are_errors(flags: str, said: str) -> None:
 
 
 def test_experts_of_stages_that_are_neighbours_take_all_ranks_of_a_replica() -> None:
-    flags = (
-        "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --global-batch-size 16 --expert-model-parallel-size"
-    )
-    with pytest.raises(ConfigError, match=r"= 4 is not tensor_model_parallel_size × context_parallel_size = 1; choose"):
-        check_config(config_of(f"{flags} 4"), 8, on_this_machine=False)
-    check_config(config_of(f"{flags} 1"), 8, on_this_machine=False)
+    flags = "--use-tp-pp-dp-mapping --attention-dropout 0 --global-batch-size 16 --pipeline-model-parallel-size"
+    says = "expert_tensor_parallel_size(1) × expert_model_parallel_size({0}) = {0} is not tensor_model_parallel_size × "
+    says += "context_parallel_size = {1}; give --expert-model-parallel-size {1}, or drop --use-tp-pp-dp-mapping"
+    for stages, experts, context in ((2, 4, 1), (2, 1, 2)):
+        layout = f"{flags} {stages} --expert-model-parallel-size {experts} --context-parallel-size {context}"
+        with pytest.raises(ConfigError) as error:
+            check_config(config_of(layout), 8, on_this_machine=False)
+        assert str(error.value) == f"use_tp_pp_dp_mapping: {says.format(experts, context)}"
+    for stages, experts, context in ((2, 1, 1), (2, 2, 2), (1, 1, 2)):  # of one stage, the order is the same
+        layout = f"{flags} {stages} --expert-model-parallel-size {experts} --context-parallel-size {context}"
+        check_config(config_of(layout), 8, on_this_machine=False)
 
 
 def test_the_width_of_mlps_counts_where_a_layer_has_one() -> None:

@@ -75,6 +75,7 @@ LAYOUTS = {
             context_parallel_size=2,
             pipeline_model_parallel_size=2,
             num_layers_per_virtual_pipeline_stage=1,
+            use_tp_pp_dp_mapping=True,
             cp_comm_type="all_gather",
         ),
     ),
