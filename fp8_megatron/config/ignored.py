@@ -221,6 +221,10 @@ _RULES = (
         "moe_shared_expert_gate",
         *("moe_shared_expert_intermediate_size", (None,), "give --moe-shared-expert-intermediate-size"),
     ),
+    Ignored(
+        "moe_router_pre_softmax",
+        *("moe_router_score_function", ("sigmoid",), "choose --moe-router-score-function softmax"),
+    ),
     Ignored("moe_token_drop_policy", "moe_expert_capacity_factor", (None,), "give --moe-expert-capacity-factor"),
     Ignored(
         "moe_token_dispatcher_type",

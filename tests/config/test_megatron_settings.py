@@ -277,6 +277,7 @@ UNUSED = {
         *("--profile-step-start 5", "--profile-ranks 1", "--eval-iters 7", "--split 9,1,0", "--no-mmap-bin-files"),
     ],
     f"{BASE} --save a --save-interval 5": ["--non-persistent-ckpt-type global"],
+    f"{BASE} --num-experts 4 --moe-router-score-function sigmoid": ["--moe-router-pre-softmax"],
     FOLDER: ["--vocab-file v", "--merge-file m"],
     f"{FOLDER} --sft": ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss", "--no-mmap-bin-files"],
     PIECES: [
