@@ -164,3 +164,15 @@ def rule_of_space(name: str, *, has_matrices: bool) -> str:
     """
     rest = RULES[name].rest
     return name if rest is None or has_matrices else rest
+
+
+def width_power(name: str, *, is_linear: bool, is_hidden: bool) -> int:
+    """The power of muP's width that multiplies a parameter's learning rate.
+
+    Args:
+        name: of the model's optimizer.
+        is_linear: it is the weight of a linear layer, or of experts'.
+        is_hidden: it is a matrix of a layer, as a router's is too.
+    """
+    rule = RULES[rule_of_space(name, has_matrices=is_linear)]
+    return rule.hidden_power if is_hidden else rule.other_power

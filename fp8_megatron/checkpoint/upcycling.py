@@ -111,7 +111,7 @@ def _value(slot: Slot, state: Resumable, read: _ReadsLayer, granularity: int) ->
             {slot.name: slot.param},
             std=model.init_method_std,
             num_layers=model.num_layers,
-            width_mult=model.width_mult,
+            hidden_std=model.hidden_init_std,
             seed=state.config.training.seed,
             region_of=lambda _: region,
         )

@@ -8,6 +8,7 @@ from ..config.checks import ConfigError, check_batches, check_config
 from ..config.io import CommandLine, format_config
 from ..config.learning_rate import schedule_notes
 from ..config.schema import Config
+from ..update_rules import width_power
 
 
 def dry_run(command_line: CommandLine, world_size: int) -> None:
@@ -65,6 +66,7 @@ def dry_run_report(config: Config, world_size: int) -> str:
         *([f"FP8: {config.fp8_summary}"] if config.precision.is_fp8 else []),
         *work(config, padded, world_size),
         *([] if config.training.skip_train else schedule_notes(config, world_size)),
+        *(_mup(config) if model.use_mup and not config.training.skip_train else []),
         "not checked here: files, folders, installed packages, the GPUs",
     ]
     return "\n".join([format_config(config), "", _memory(config, padded, world_size), *notes])
@@ -126,6 +128,26 @@ def _peak(config: Config, world_size: int) -> list[str]:
     )
     lines += assumed_balance(config)
     return lines + ([f"host: {_gigabytes(host)} GB for the activations of a rank"] if host else [])
+
+
+def _mup(config: Config) -> list[str]:
+    """What muP makes of initial weights, learning rates and outputs: a line for each class of parameters."""
+    model, optimizer = config.model, config.optimizer
+    width, depth = model.width_mult, 2 * model.num_layers
+    hidden = f"initial standard deviation {model.hidden_init_std:g}"
+    classes = [
+        ("linear layers", f"{hidden} (proj and fc2: / √{depth})", (True, True)),
+        *([] if model.num_experts is None else [("router", hidden, (False, True))]),
+        ("embeddings, output layer", f"initial standard deviation {model.init_method_std:g}", (False, False)),
+        ("norms, biases", "initial values as without it", (False, False)),
+    ]
+    lines = [f"muP: m = {width:g}, hidden_size({model.hidden_size}) / {round(model.hidden_size / width)}"]
+    for name, start, (is_linear, is_hidden) in classes:
+        factor = width ** width_power(optimizer.optimizer, is_linear=is_linear, is_hidden=is_hidden)
+        has_own = optimizer.decoupled_lr is not None and name.startswith("embeddings")
+        lines.append(f"muP, {name}: {start}, learning rate {'of --decoupled-lr' if has_own else f'× {factor:g}'}")
+    factors = model.embedding_mult, model.softmax_scale, model.output_mult
+    return [*lines, "muP, outputs: embedding × {:g}, scores of attention × {:g}, logits × {:g}".format(*factors)]
 
 
 def _memory(config: Config, padded_vocab_size: int, world_size: int) -> str:

@@ -353,6 +353,11 @@ class ModelConfig(MupConfig, MoeConfig, DecoderConfig):
         return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
 
     @property
+    def hidden_init_std(self) -> float:
+        """Standard deviation with which matrices of layers start; embeddings and output layer have init_method_std."""
+        return self.init_method_std / math.sqrt(self.width_mult)
+
+    @property
     def softmax_scale(self) -> float:
         """What attention's scores are multiplied by: 1 / √d for heads of width d, or what muP has in its place."""
         if not self.use_mup:

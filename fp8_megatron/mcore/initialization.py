@@ -78,7 +78,7 @@ def initial_values(
     *,
     std: float,
     num_layers: int,
-    width_mult: float = 1.0,
+    hidden_std: float | None = None,
     seed: int,
     region_of: Callable[[torch.nn.Parameter], Region],
     vocab_size: int | None = None,
@@ -86,12 +86,12 @@ def initial_values(
     """Yield (name, this rank's part in FP32 on the parameter's device), one parameter at a time.
 
     Matrices are normal. The standard deviation of output projections is divided by √(2 · num_layers) (GPT-2's scheme,
-    as in Megatron), that of all matrices of layers by √width_mult. Norm weights are 1, biases and sinks 0.
+    as in Megatron). Norm weights are 1, biases and sinks 0.
 
     Args:
         std: standard deviation of matrices.
         num_layers: of the whole model.
-        width_mult: muP's, how many times wider the model is than its base.
+        hidden_std: the same of matrices of layers; None: `std`.
         region_of: where this rank's part of a parameter lies in the whole parameter.
         vocab_size: tokens of the vocabulary. Later rows of its matrices are padding and zero. None: no padding.
     """
@@ -100,7 +100,7 @@ def initial_values(
             is_norm_weight = name.endswith(("norm.weight", "layer_norm_weight"))
             yield name, torch.full(param.shape, 1.0 if is_norm_weight else 0.0, device=param.device)
             continue
-        scaled_std = std if name in EMBEDDING_KEYS else std / math.sqrt(width_mult)
+        scaled_std = std if name in EMBEDDING_KEYS or hidden_std is None else hidden_std
         if name.endswith(_OUTPUT_PROJECTIONS):
             scaled_std /= math.sqrt(2.0 * num_layers)
         region = region_of(param)

@@ -32,7 +32,7 @@ from ..reporting.router_report import RouterTable
 from ..sharding.data_parallel import DataParallelModule, Exchange
 from ..sharding.partition import StorageClass, storage_class
 from ..sharding.staging import StagingPools
-from ..update_rules import RULES, Rate, rule_of_space
+from ..update_rules import RULES, Rate, width_power
 from ..watch.replica_hash import ReplicaCheck
 from .cast_sampling import CastSampler
 from .schedule import RunSchedule
@@ -143,7 +143,7 @@ def build_trainable_model(
         initial_values,
         std=config.model.init_method_std,
         num_layers=config.model.num_layers,
-        width_mult=config.model.width_mult,
+        hidden_std=config.model.hidden_init_std,
         seed=config.training.seed,
         region_of=topology.region_of,
         vocab_size=unpadded_vocab_size,
@@ -245,9 +245,9 @@ def rate_of(config: Config, name: str, param: torch.nn.Parameter) -> Rate:
     """The learning rate of a parameter with the name `name` in the whole model: --decoupled-lr, or muP's."""
     if config.optimizer.decoupled_lr is not None and is_embedding_or_output(param):
         return Rate(is_decoupled=True)
-    rule = RULES[rule_of_space(config.optimizer.optimizer, has_matrices=is_linear_weight(name, param))]
     is_hidden = storage_class(param) is not StorageClass.VECTOR and name not in EMBEDDING_KEYS
-    power = rule.hidden_power if is_hidden else rule.other_power
+    is_linear = is_linear_weight(name, param)
+    power = width_power(config.optimizer.optimizer, is_linear=is_linear, is_hidden=is_hidden)
     return Rate(lr_mult=config.model.width_mult**power)
 
 

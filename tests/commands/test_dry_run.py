@@ -61,6 +61,34 @@ def test_a_peak_says_which_balance_of_experts_it_assumes(dispatcher: str, capsys
     assert ("as if every rank got equally many tokens" in capsys.readouterr().out) == (dispatcher == "alltoall")
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "rates"),
+    [
+        ("adam", ("× 0.25", "× 0.25", "× 1", "× 1")),
+        ("muon --muon-scale-mode unit_rms_norm", ("× 1", "× 0.25", "× 1", "× 1")),
+        ("sgd --decoupled-lr 1e-3", ("× 1", "× 1", "of --decoupled-lr", "× 4")),
+    ],
+)
+def test_mups_factors(optimizer: str, rates: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of docs/optimizer.md at four times the width of the base, with heads of 64."""
+    shape = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-experts 4"
+    run = "--seq-length 32 --micro-batch-size 2 --train-iters 2 --vocab-size 512 --eval-interval 0"
+    words = f"--mock-data --dry-run {shape} {run} --lr 1e-3 --optimizer {optimizer}"
+    assert pretrain_gpt.main(f"{words} --use-mup --mup-base-hidden-size 256 --mup-embedding-mult 8".split()) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("muP")]
+    hidden, linear, router, embedding, vector = "initial standard deviation 0.01", *rates
+    assert lines == [
+        "muP: m = 4, hidden_size(1024) / 256",
+        f"muP, linear layers: {hidden} (proj and fc2: / √16), learning rate {linear}",
+        f"muP, router: {hidden}, learning rate {router}",
+        f"muP, embeddings, output layer: initial standard deviation 0.02, learning rate {embedding}",
+        f"muP, norms, biases: initial values as without it, learning rate {vector}",
+        "muP, outputs: embedding × 8, scores of attention × 0.015625, logits × 0.25",
+    ]
+    assert pretrain_gpt.main(words.split()) == 0
+    assert "muP" not in capsys.readouterr().out
+
+
 def test_a_stage_each_and_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
     """175 billion parameters over 128 ranks of 16 stages; the first and the last also hold an embedding."""
     words = ["--config", str(CONFIGS / "gpt_175b.yaml"), "--mock-data", "--dry-run", "--world-size", "128"]
