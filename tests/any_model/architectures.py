@@ -113,8 +113,8 @@ def build_cnn() -> torch.nn.Module:
 def build_mlp() -> torch.nn.Module:
     """A multi-layer perceptron with batch norm."""
     return torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(3 * IMAGE * IMAGE, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU(),
-        torch.nn.Linear(128, 64), torch.nn.GELU(), torch.nn.Linear(64, CLASSES),
+        torch.nn.Flatten(), torch.nn.Linear(3 * IMAGE * IMAGE, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(),
+        torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, CLASSES),
     )  # fmt: skip
 
 

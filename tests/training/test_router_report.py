@@ -58,39 +58,50 @@ def _rows(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return steps, read_rows(folder / TOKENS_FILE)
 
 
-def test_reports_are_those_of_one_rank(ranks: RankPool, tmp_path: Path) -> None:
-    """In the first step weights are the same; BF16 sums in another order may send single tokens elsewhere."""
-    layouts: list[dict[str, Any]] = [
-        {},
+def _first_step(ranks: RankPool, folder: Path, layout: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """The first step's row and its tokens of every expert [layers, E]; all rows agree with each other."""
+    ranks.run(_fit, folder, layout, num_ranks=2 if layout else 1)
+    steps, tokens = _rows(folder)
+    assert [row["iteration"] for row in tokens] == [1, 2, 3]
+    for row in tokens:  # a validation before the step would add its own
+        assert row["layers"] == [0, 1]
+        assert [sum(counts) for counts in row["tokens"]] == [SAMPLES * SEQ * TOP_K] * 2
+    for step, row in zip(steps, tokens, strict=True):
+        mean = SAMPLES * SEQ * TOP_K / EXPERTS
+        assert step["load_imbalance_by_layer"] == [max(counts) / mean for counts in row["tokens"]]
+        assert step["min_load"] == min(min(counts) for counts in row["tokens"]) / mean
+        assert step["load_imbalance"] == max(step["load_imbalance_by_layer"])
+        for name in LOSSES:
+            assert step[name] == pytest.approx(sum(step[f"{name}_by_layer"]) / 2)
+    return steps[0], torch.tensor(tokens[0]["tokens"])
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Tensor]:
+    return _first_step(ranks, tmp_path_factory.mktemp("one"), {})
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
         {"expert_model_parallel_size": 2},
         {"pipeline_model_parallel_size": 2},
         {"context_parallel_size": 2},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ]
-    runs = []
-    for number, layout in enumerate(layouts):
-        ranks.run(_fit, tmp_path / str(number), layout, num_ranks=2 if layout else 1)
-        steps, tokens = _rows(tmp_path / str(number))
-        assert [row["iteration"] for row in tokens] == [1, 2, 3]
-        for row in tokens:  # a validation before the step would add its own
-            assert row["layers"] == [0, 1]
-            assert [sum(counts) for counts in row["tokens"]] == [SAMPLES * SEQ * TOP_K] * 2
-        for step, row in zip(steps, tokens, strict=True):
-            mean = SAMPLES * SEQ * TOP_K / EXPERTS
-            assert step["load_imbalance_by_layer"] == [max(counts) / mean for counts in row["tokens"]]
-            assert step["min_load"] == min(min(counts) for counts in row["tokens"]) / mean
-            assert step["load_imbalance"] == max(step["load_imbalance_by_layer"])
-            for name in LOSSES:
-                assert step[name] == pytest.approx(sum(step[f"{name}_by_layer"]) / 2)
-        runs.append((steps[0], torch.tensor(tokens[0]["tokens"])))
-    (one, counts), *others = runs
-    for layout, (step, of_layout) in zip(layouts[1:], others, strict=True):
-        assert (of_layout - counts).abs().max() <= 2, layout
-        for name in LOSSES[:2] + LOSSES[3:]:
-            assert step[name] == pytest.approx(one[name], rel=2e-3), (layout, name)
-        # Ranks see the loads of more samples at a time than one rank, except those of a pipeline.
-        assert step[LOSSES[2]] == pytest.approx(one[LOSSES[2]], rel=2e-2)
+    ],
+    ids=lambda layout: next(iter(layout)),
+)
+def test_reports_are_those_of_one_rank(
+    layout: dict[str, Any], of_one_rank: tuple[dict[str, Any], Tensor], ranks: RankPool, tmp_path: Path
+) -> None:
+    """In the first step weights are the same; BF16 sums in another order may send single tokens elsewhere."""
+    (one, counts), (step, of_layout) = of_one_rank, _first_step(ranks, tmp_path, layout)
+    assert (of_layout - counts).abs().max() <= 2
+    for name in LOSSES[:2] + LOSSES[3:]:
+        assert step[name] == pytest.approx(one[name], rel=2e-3), name
+    # Ranks see the loads of more samples at a time than one rank, except those of a pipeline.
+    assert step[LOSSES[2]] == pytest.approx(one[LOSSES[2]], rel=2e-2)
 
 
 def _by_hand(logits: Tensor) -> dict[str, float]:
