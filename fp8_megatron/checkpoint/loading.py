@@ -176,7 +176,7 @@ def _take(wanted: _StateToRead, value: Tensor, saved: SavedRun, state: Resumable
         part = space.part(wanted.elements.kind, slot, wanted.fragment)
         part.store_(value)
         if wanted.elements.blocks is not None:
-            wanted.elements.blocks.put(part)
+            wanted.elements.blocks.put(part, value)
         return
     assert isinstance(space, SplitSpaceState)
     scale = saved.rank_tensor(state, f"weight_scale/{slot.name}") if takes_scales else None

@@ -41,7 +41,7 @@ def test_all_rectangles_together_are_the_state(dtype: StorageDtype, cuts: list[i
         blocks.take(run.rectangle(start, (stop - start,)), 0, stop - start, start)
     own = reencoded(stored)
     assert not torch.equal(own.scales, stored.scales)  # type: ignore[arg-type]
-    blocks.put(own)
+    blocks.put(own, stored.load())
     assert torch.equal(own.payload.view(torch.uint8), stored.payload.view(torch.uint8))
     assert torch.equal(own.scales, stored.scales)  # type: ignore[arg-type]
 
@@ -53,7 +53,7 @@ def test_blocks_that_are_not_whole_or_lie_otherwise_stay() -> None:
     before = StateTensor(own.payload.clone(), own.scales.clone())  # type: ignore[union-attr]
     blocks.take(run.rectangle(0, (300,)), 0, 300, 0)  # the first block, and a part of the second
     blocks.take(run.rectangle(512, (512,)), 0, 512, 520)  # not at a border of blocks
-    blocks.put(own)
+    blocks.put(own, stored.load())
     assert torch.equal(own.payload[:256], stored.payload[:256])
     assert torch.equal(own.payload[256:], before.payload[256:])
     assert ops.load_state(*own)[:256].equal(ops.load_state(*stored)[:256])
@@ -64,5 +64,26 @@ def test_another_dtype_is_not_taken() -> None:
     blocks = SavedBlocks(LENGTH, NUMEL)
     blocks.take(Encoded.of_state(stored.payload, stored.scales), 0, NUMEL, 0)
     other = StateTensor(torch.zeros(LENGTH, dtype=torch.float16), torch.ones(LENGTH // STATE_BLOCK))
-    blocks.put(other)
+    blocks.put(other, stored.load())
     assert not other.payload.any()
+
+
+@pytest.mark.parametrize("dtype", [StorageDtype.INT8, StorageDtype.UINT8])
+def test_values_in_fp32_get_the_scales_that_a_gpus_step_has_stored(dtype: StorageDtype) -> None:
+    """It may give a block's largest value the second largest code. Two blocks are not of such a step."""
+    second, num_blocks = torch.iinfo(dtype.torch_dtype).max - 1, 500
+    codes = torch.randint(-second if dtype is StorageDtype.INT8 else 1, second + 1, (num_blocks, STATE_BLOCK))
+    codes[torch.arange(num_blocks), torch.randint(STATE_BLOCK, (num_blocks,))] = second
+    codes[::2] *= 1 if dtype is StorageDtype.UINT8 else -1
+    scales = torch.exp2(30 * torch.rand(num_blocks) - 40)
+    stored = StateTensor(codes.to(dtype.torch_dtype).flatten(), scales)
+    value = stored.load()
+    value[0], value[511] = value[:STATE_BLOCK].abs().max() * 1.01, torch.nan
+    rounded = reencoded(StateTensor(stored.payload, stored.scales))
+    rounded.store_(value)
+    first = rounded.payload.clone().view_as(codes), rounded.scales.clone()  # type: ignore[union-attr]
+    assert not torch.equal(first[1], scales)
+    SavedBlocks(value.numel(), value.numel()).put(rounded, value)
+    assert torch.equal(rounded.payload.view_as(codes)[2:], stored.payload.view_as(codes)[2:])
+    assert torch.equal(rounded.scales[2:], scales[2:])  # type: ignore[index]
+    assert torch.equal(rounded.payload.view_as(codes)[:2], first[0][:2]) and rounded.scales[0] == first[1][0]  # type: ignore[index]
