@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..dtypes import COMPANDED_DTYPES, STATE_BLOCK, StorageDtype
-from ..kernels.companding import decode, encode
+from ..dtypes import STATE_BLOCK, StorageDtype
+from ..kernels import ops
 from ..optimizer.state import StateTensor
 from .encoding import Encoded
 
@@ -64,7 +64,7 @@ class SavedBlocks:
             value: FP32 [length], what `stored` was rounded from.
         """
         if self._form is None:
-            _restore_scales(stored, value)
+            ops.restore_state_(value, stored.payload, stored.scales)
             return
         if self._form.torch_dtype is stored.payload.dtype:
             assert stored.scales is not None
@@ -84,28 +84,3 @@ class SavedBlocks:
         self._lowest = torch.full(self._shape[:1], math.inf, device=device)
         self._highest = torch.full(self._shape[:1], -math.inf, device=device)
         self._counts = torch.zeros(self._shape[0], dtype=torch.int64, device=device)
-
-
-def _restore_scales(stored: StateTensor, value: Tensor) -> None:
-    """Store FP32 `value` [n] unchanged in those blocks of companded integers in which a step has stored it.
-
-    A step on a GPU may store a block's largest value with the second largest code. The scale is then larger than that
-    value, by a known factor and the rounding of one product. It is found if it gives back every value of the block.
-    """
-    dtype = stored.payload.dtype
-    if stored.scales is None or dtype not in COMPANDED_DTYPES:
-        return
-    blocks, codes = value.to(stored.payload.device).view(-1, STATE_BLOCK), stored.payload.view(-1, STATE_BLOCK)
-    left = (stored.load().view_as(blocks) != blocks).any(dim=1).nonzero().squeeze(1)
-    second = torch.tensor(torch.iinfo(dtype).max - 1, dtype=dtype, device=codes.device)
-    nearest = blocks[left].abs().amax(dim=1) / decode(second, torch.ones((), device=codes.device))
-    for ulps in (0, -1, 1, -2, 2):
-        rows, scale = left, (nearest.view(torch.int32) + ulps).view(torch.float32)
-        for columns in (8, STATE_BLOCK):  # a few values tell nearly all blocks that no step has stored so
-            x = blocks[rows, :columns]
-            found = encode(x, scale[:, None], dtype)
-            is_same = (decode(found, scale[:, None]) == x).all(dim=1)
-            rows, scale, found = rows[is_same], scale[is_same], found[is_same]
-        codes[rows], stored.scales[rows] = found, scale
-        is_left = ~torch.isin(left, rows)
-        left, nearest = left[is_left], nearest[is_left]

@@ -41,7 +41,7 @@ from .quantize import blockwise as _blockwise
 from .quantize import mx as _mx
 from .quantize import reference as _quantize
 from .quantize.blocks import dequantize_blocks
-from .quantize.blockwise import load_state
+from .quantize.blockwise import load_state, restore_state_
 from .quantize.mx import dequantize_mx
 from .quantize.nvfp4 import dequantize_nvfp4, packed_e2m1, quantize_nvfp4
 from .reference import decode, encode, round_up_to_power_of_two, scale_from_amax

@@ -57,6 +57,31 @@ def store_state_(value: Tensor, payload: Tensor, scales: Tensor | None, noise: T
     payload.copy_(encode(blocks, scale[:, None], payload.dtype, noise).view(-1))
 
 
+def restore_state_(value: Tensor, payload: Tensor, scales: Tensor | None) -> None:
+    """Store FP32 `value` [n] unchanged in those blocks of companded integers [n] in which a step has stored it.
+
+    `payload` holds it rounded by its blocks' amaxes. A step on a GPU may store the largest value of a block with the
+    second largest code. The scale is then larger than that value, by a known factor and the rounding of one product.
+    It is found if it gives back every value of the block. Other blocks, and other dtypes, stay as they are.
+    """
+    if scales is None or payload.dtype not in COMPANDED_DTYPES:
+        return
+    blocks, codes = value.to(payload.device).view(scales.numel(), -1), payload.view(scales.numel(), -1)
+    left = (load_state(payload, scales).view_as(blocks) != blocks).any(dim=1).nonzero().squeeze(1)
+    second = torch.tensor(torch.iinfo(payload.dtype).max - 1, dtype=payload.dtype, device=payload.device)
+    nearest = blocks[left].abs().amax(dim=1) / decode(second, torch.ones((), device=payload.device))
+    for ulps in (0, -1, 1, -2, 2):
+        rows, scale = left, (nearest.view(torch.int32) + ulps).view(torch.float32)
+        for columns in (8, blocks.shape[1]):  # a few values tell nearly all blocks that no step has stored so
+            x = blocks[rows, :columns]
+            found = encode(x, scale[:, None], payload.dtype)
+            is_same = (decode(found, scale[:, None]) == x).all(dim=1)
+            rows, scale, found = rows[is_same], scale[is_same], found[is_same]
+        codes[rows], scales[rows] = found, scale
+        is_left = ~torch.isin(left, rows)
+        left, nearest = left[is_left], nearest[is_left]
+
+
 @operator(gpu=".blockwise_triton", fake=lambda payload: fp32(payload, 1))
 def squared_norm(payload: Tensor, scales: Tensor | None) -> Tensor:
     """Σ x² of flat `payload` [n] (with its block scales, if any), FP32 [1]; NaN or inf where any element is."""
