@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..mcore.runtime import set_rng_states
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..sharding.partition import Fragment, Slot
@@ -29,7 +30,6 @@ from .run_state import (
     autoscales_of,
     below,
     set_autoscales,
-    set_rng_states,
 )
 from .same_model import unread_tensor
 from .saved_blocks import SavedBlocks

@@ -15,17 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import (
-    convert_cuda_rng_state,
-    get_cuda_rng_tracker,
-    is_graph_safe_cuda_rng_tracker,
-)
 from torch import Tensor
 
 from ..config.schema import Config
 from ..device.memory import cpu_copy
 from ..dtypes import STATE_BLOCK
 from ..mcore.initialization import named_buffers_of_model
+from ..mcore.runtime import rng_states
 from ..mcore.topology import Topology
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.split_state import SplitSpaceState
@@ -355,39 +351,6 @@ def set_autoscales(optimizer: FP8DistributedOptimizer, name: str, saved: Tensor)
                 values["mu"][index] = saved[0, part]
                 values["seen"][index] = saved[1, part]
                 part += 1
-
-
-def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """States of the generators that training draws from."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    tracked = {name: convert_cuda_rng_state(state) for name, state in get_cuda_rng_tracker().get_states().items()}
-    return states | _under("tracker/", tracked)
-
-
-def set_rng_states(states: dict[str, Tensor], device: torch.device) -> bool:
-    """Restore the result of `rng_states`. Returns False and sets nothing if the states are from a CPU and this is a
-    GPU, or the reverse: generators of one cannot take the other's states.
-
-    Raises:
-        ValueError: a state is missing or has another length.
-    """
-    if ("cuda" in states) != (device.type == "cuda"):
-        return False
-    for name, current in rng_states(device).items():
-        if name not in states:
-            raise ValueError(f"rng/{name} is missing")
-        if states[name].shape != current.shape:
-            raise ValueError(f"rng/{name} has {states[name].numel()} bytes, not {current.numel()}")
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    tracker = get_cuda_rng_tracker()
-    of_graphs = is_graph_safe_cuda_rng_tracker(tracker)
-    tracked = below("tracker/", states)
-    tracker.set_states({name: convert_cuda_rng_state(state, of_graphs) for name, state in tracked.items()})
-    return True
 
 
 def below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

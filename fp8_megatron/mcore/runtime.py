@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul)
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+#: Before the names of megatron-core's own generators, of which a run of several tensor-parallel ranks has several.
+_TRACKED = "tracker/"
 
 
 class _CudaElsewhere(TorchFunctionMode):
@@ -184,3 +186,36 @@ def seed_everything(
         tracker = mcore_random.get_cuda_rng_tracker()
         tracker.reset()
         tracker.add("model-parallel-rng", seed + 2718 + tensor_parallel_rank)
+
+
+def rng_states(device: torch.device) -> dict[str, Tensor]:
+    """States of the generators that training draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    tracked = mcore_random.get_cuda_rng_tracker().get_states().items()
+    return states | {f"{_TRACKED}{name}": mcore_random.convert_cuda_rng_state(state) for name, state in tracked}
+
+
+def set_rng_states(states: dict[str, Tensor], device: torch.device) -> bool:
+    """Restore the result of `rng_states`. Returns False and sets nothing if the states are from a CPU and this is a
+    GPU, or the reverse: generators of one cannot take the other's states.
+
+    Raises:
+        ValueError: a state is missing or has another length.
+    """
+    if ("cuda" in states) != (device.type == "cuda"):
+        return False
+    for name, current in rng_states(device).items():
+        if name not in states:
+            raise ValueError(f"rng/{name} is missing")
+        if states[name].shape != current.shape:
+            raise ValueError(f"rng/{name} has {states[name].numel()} bytes, not {current.numel()}")
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    tracker = mcore_random.get_cuda_rng_tracker()
+    of_graphs = mcore_random.is_graph_safe_cuda_rng_tracker(tracker)
+    tracked = {name.removeprefix(_TRACKED): state for name, state in states.items() if name.startswith(_TRACKED)}
+    tracker.set_states({name: mcore_random.convert_cuda_rng_state(one, of_graphs) for name, one in tracked.items()})
+    return True

@@ -99,6 +99,7 @@ def test_a_run_with_experts_goes_on(ranks: RankPool, tmp_path_factory: pytest.Te
         resumed(ranks, run / "torch", config)
 
 
+@pytest.mark.slow
 def test_flat_buffers_of_two_ranks_hold_what_keys_of_parameters_do(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The ranks share experts, which have an optimizer of their own, and are replicas of the rest."""
     run = megatron_run("experts-of-2-ranks", tmp_path_factory)

@@ -19,13 +19,13 @@ from torch import Tensor
 from fp8_megatron.checkpoint import run_state, torch_dist
 from fp8_megatron.checkpoint.loading import LoadOptions, load_checkpoint
 from fp8_megatron.checkpoint.metadata_file import read_metadata
-from fp8_megatron.checkpoint.run_state import Progress, autoscales_of, rng_states, set_rng_states
+from fp8_megatron.checkpoint.run_state import Progress, autoscales_of
 from fp8_megatron.checkpoint.saving import CheckpointWriter
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.dtypes import COMPANDED_DTYPES, GradReduceMode, StorageDtype
 from fp8_megatron.kernels.quantize import blockwise
 from fp8_megatron.kernels.reference import encode
-from fp8_megatron.mcore.runtime import runtime, seed_everything
+from fp8_megatron.mcore.runtime import rng_states, runtime, seed_everything, set_rng_states
 from fp8_megatron.optimizer.split_state import SplitSpaceState
 from fp8_megatron.sharding.sharded_grads import ShardedGradBuffer
 from tests.harness.ranks import RankError, RankPool

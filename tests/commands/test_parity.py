@@ -142,6 +142,7 @@ def test_runs_start_from_one_checkpoint_and_go_on_from_their_own(tmp_path: Path)
         assert str(going_on.load) == str(folder / "checkpoints")
 
 
+@pytest.mark.slow
 def test_every_level_continues_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights, state, schedule and data: the run's own precision goes on bit for bit, and O3 stays near it."""
     base = ["--output-dir", str(tmp_path / "base"), "--save", str(tmp_path / "base_7"), "--save-interval", "10"]

@@ -514,8 +514,10 @@ def test_a_warm_up_that_does_not_fit_is_cut_with_a_line_in_the_log(
 
 
 def test_a_program_of_ones_own_shows_no_warnings(tmp_path: Path) -> None:
-    """megatron-core warns on import of every optional package that is not there, and of one of its own defaults."""
+    """megatron-core warns on import of every optional package that is not there, and of one of its own defaults. The
+    trainer's program imports modules of checkpoints first."""
     code = (
+        "import fp8_megatron.checkpoint.run_state; "
         "from fp8_megatron.training.trainer import Trainer; from fp8_megatron.config.io import parse_config; "
         f"Trainer(parse_config({tiny_flags(tmp_path, train_iters=2)!r})).fit()"
     )
