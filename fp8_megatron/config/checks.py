@@ -107,10 +107,11 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         yield uneven
     cp = parallel.context_parallel_size
     if world_size % parallel.ranks_per_sample:
-        context = f"context_parallel_size({cp}) × " if cp > 1 else ""
+        context, needed = f"context_parallel_size({cp}) × " if cp > 1 else "", parallel.ranks_per_sample
+        more = f"start {needed} ranks (--gpus {needed}, on a CPU --cpu-ranks {needed}), or "
         yield (
-            f"tensor_model_parallel_size({tp}) × {context}pipeline_model_parallel_size({pp}) = "
-            f"{parallel.ranks_per_sample} does not divide WORLD_SIZE({world_size}); choose sizes whose product does"
+            f"tensor_model_parallel_size({tp}) × {context}pipeline_model_parallel_size({pp}) = {needed} does not "
+            f"divide WORLD_SIZE({world_size}); {more if world_size < needed else ''}choose sizes whose product does"
         )
         return
     yield from _check_expert_ranks(config, world_size)

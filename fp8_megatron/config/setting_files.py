@@ -100,7 +100,9 @@ def _read_text(path: str | Path) -> str:
                 content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot read the configuration file: {reason}; check --config") from error
+        own = f"{Path(path).stem}.yaml"
+        fix = f"did you mean configs/{own}?" if own in (each.name for each in _CONFIGS.iterdir()) else "check --config"
+        raise ConfigError(f"{path}: cannot read the configuration file: {reason}; {fix}") from error
     if not is_file:
         raise ConfigError(f"{path}: --config takes files, which every rank reads again; this is none")
     if len(content) > _MOST_BYTES:

@@ -70,10 +70,21 @@ def test_own_flags_place_the_ranks_and_all_others_are_passed_on(
     [
         (
             "--gpus 3 --tensor-model-parallel-size 2",
-            "= 2 does not divide WORLD_SIZE(3)",
+            "= 2 does not divide WORLD_SIZE(3); choose sizes",
+        ),
+        (
+            "--cpu-ranks 1 --tensor-model-parallel-size 2",
+            "WORLD_SIZE(1); start 2 ranks (--gpus 2, on a CPU --cpu-ranks 2), or choose sizes whose product does",
+        ),
+        (
+            "--config gpt_345m",
+            "gpt_345m: cannot read the configuration file: No such file or directory; did you mean configs",
         ),
         ("--gpus 4 --nnodes 2 --master-addr a --global-batch-size 4", "× data-parallel size(8)"),
-        ("--config nowhere.yaml", "nowhere.yaml: cannot read the configuration file"),
+        (
+            "--config nowhere.yaml",
+            "nowhere.yaml: cannot read the configuration file: No such file or directory; check --config",
+        ),
         ("--nnodes 2", "--nnodes 2 needs --master-addr"),
         ("--nnodes 2 --master-addr a --node-rank 2", "--node-rank 2 is none of --nnodes 2"),
         ("--num-layrs 3", "unknown flag --num-layrs; did you mean --num-layers?"),
