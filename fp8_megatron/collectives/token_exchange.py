@@ -3,10 +3,15 @@
 [T, K] are this rank's tokens, [R, K] those that its experts get, by the rank that they come from. With `AllGather`
 these are all ranks' tokens, and the host knows every size. With `AllToAll` a token goes once to each rank that has
 experts of it, so the host waits for the numbers of tokens.
+
+Where one of two routines would wait (`Turns`), the other one runs: once for tokens and what routers say of them, once
+for sums, and likewise in backward. The gradient of what routers say is small, and comes when a turn is just over. Two
+exchanges of a kind may be on their way, in memory of their own; copy engines' rings have no room for them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
@@ -18,6 +23,7 @@ from ..device.memory import HostCopy
 from ..dtypes import GROUP_ROWS
 from ..kernels import ops
 from .row_exchange import Rows, RowSum, gather_rows, sum_rows
+from .turns import Turns
 
 
 class TokenExchange(Protocol):
@@ -49,16 +55,18 @@ class AllGather:
     Args:
         group: the ranks. Those of one part follow each other.
         num_parts: parts of the experts. Ranks of one part share each of its experts, and their gradients are summed.
+        turns: who else may run while this exchange is under way; None: nobody.
     """
 
     num_routed: int | None = None
 
-    def __init__(self, group: Group, num_parts: int) -> None:
-        self.group, self._num_parts = group, num_parts
+    def __init__(self, group: Group, num_parts: int, turns: Turns | None = None) -> None:
+        self.group, self._num_parts, self._turns = group, num_parts, turns or Turns()
 
     def send(self, x: Tensor) -> Rows:
         """See `TokenExchange.send`."""
-        return gather_rows(x, self.group)
+        rows, turn = gather_rows(x, self.group), self._turns.exchange()
+        return replace(rows, complete=[turn, *rows.complete])
 
     def sum(self, y: Tensor) -> RowSum:
         """See `TokenExchange.sum`; a sum is rounded as `row_exchange.sum_rows` says."""
@@ -66,24 +74,37 @@ class AllGather:
         def write(rows: slice, out: Tensor, adds_bias: bool) -> None:
             out.copy_(y[rows])
 
-        return sum_rows(write, (y.shape[0], y.shape[1]), y.dtype, y.device, self.group)
+        total = sum_rows(write, (y.shape[0], y.shape[1]), y.dtype, y.device, self.group)
+        turn = self._turns.exchange()
+
+        def arrive() -> Tensor:
+            turn.wait()
+            return total.arrive()
+
+        return RowSum(arrive)
 
     def send_choices(self, chosen: Tensor) -> Tensor:
         """See `TokenExchange.send_choices`."""
         parts = chosen.view(len(chosen), self._num_parts, -1).transpose(0, 1)
-        return self._exchanged(parts.repeat_interleave(self.group.size() // self._num_parts, dim=0)).flatten(0, 1)
+        received, work = self._start(parts.repeat_interleave(self.group.size() // self._num_parts, dim=0))
+        self._turns.exchange().wait()
+        work.wait()
+        return received.flatten(0, 1)
 
     def sum_choices(self, grad: Tensor) -> Tensor:
         """See `TokenExchange.sum_choices`."""
-        of_ranks = self._exchanged(grad.view(self.group.size(), -1, grad.shape[1]))
+        of_ranks, work = self._start(grad.view(self.group.size(), -1, grad.shape[1]))
+        work.wait()
         return of_ranks.unflatten(0, (self._num_parts, -1)).sum(dim=1).transpose(0, 1).flatten(1)
 
-    def _exchanged(self, parts: Tensor) -> Tensor:
-        """Part r of this rank goes to rank r."""
+    def _start(self, parts: Tensor) -> tuple[Tensor, torch.distributed.Work]:
+        """Start to send part r of this rank to rank r; and what is received."""
         parts = parts.contiguous()
         received = torch.empty_like(parts)
-        torch.distributed.all_to_all_single(received, parts, group=self.group)
-        return received
+        work: torch.distributed.Work = torch.distributed.all_to_all_single(
+            received, parts, group=self.group, async_op=True
+        )
+        return received, work
 
 
 class AllToAll:
@@ -95,12 +116,15 @@ class AllToAll:
 
     Args:
         routing_map: bool [T, E], which experts a token goes to.
-        group, num_parts: as `AllGather`.
+        group, num_parts, turns: as `AllGather`.
         top_k: experts of a token.
     """
 
-    def __init__(self, routing_map: Tensor, group: Group, num_parts: int, top_k: int) -> None:
+    def __init__(
+        self, routing_map: Tensor, group: Group, num_parts: int, top_k: int, turns: Turns | None = None
+    ) -> None:
         self.group, self._num_parts, self._num_tokens, self._top_k = group, num_parts, len(routing_map), top_k
+        self._turns = turns or Turns()
         of_parts = routing_map.view(self._num_tokens, num_parts, -1).sum(dim=2)
         chosen = of_parts.t().repeat_interleave(group.size() // num_parts, dim=0)  # experts of a rank [ranks, T]
         self._goes = chosen > 0
@@ -140,13 +164,15 @@ class AllToAll:
         rows = x.view(torch.int64)[self._places[0] % self._num_tokens]  # eight bytes at once
         whole = x.new_empty((_padded(sum(received)), x.shape[1]))
         work = self._start(whole, received, rows, sent)
-        return Rows(whole, [(slice(0, len(whole)), whole, work)], [work])
+        return Rows(whole, [(slice(0, len(whole)), whole, work)], [self._turns.exchange(), work])
 
     def sum(self, y: Tensor) -> RowSum:
         """See `TokenExchange.sum`; FP32, in the order of ranks, rounded once."""
         returned, work = self._start_return(y)
+        turn = self._turns.exchange()
 
         def arrive() -> Tensor:
+            turn.wait()
             work.wait()
             return ops.sum_rows(returned, self._places[1]).unsqueeze(0)
 
@@ -160,7 +186,9 @@ class AllToAll:
         part = rank // (self.group.size() // num_parts)
         of_parts = chosen.reshape(self._num_tokens * num_parts, -1)
         arrived = of_parts.new_full((_padded(sum(received)), of_parts.shape[1]), -1.0)
-        self._start(arrived, received, of_parts[token * num_parts + part], sent).wait()
+        work = self._start(arrived, received, of_parts[token * num_parts + part], sent)
+        self._turns.exchange().wait()
+        work.wait()
         return arrived
 
     def sum_choices(self, grad: Tensor) -> Tensor:

@@ -151,6 +151,10 @@ def _no_virtual_stages(config: Config) -> str | None:
         return None  # `pipeline_checks.layout_problem` reports it
 
 
+def _no_expert_ranks(config: Config) -> str | None:
+    return None if config.parallel.expert_ranks > 1 else "where each rank has all experts"
+
+
 def _no_validation(config: Config) -> str | None:
     return None if config.training.validates else "with eval_interval(0)"
 
@@ -161,6 +165,7 @@ _SIXTEEN_BITS = ("bf16", "fp16")
 _OF_EXPERTS = (
     "expert_tensor_parallel_size",
     "moe_token_dispatcher_type",
+    "overlap_moe_expert_parallel_comm",
     "moe_per_layer_logging",
     "save_tokens_per_expert_interval",
 )
@@ -230,6 +235,7 @@ _RULES = (
         "moe_token_dispatcher_type",
         *("expert_model_parallel_size", (1,), "raise --expert-model-parallel-size"),
     ),
+    Ignored("overlap_moe_expert_parallel_comm", _no_expert_ranks, (), "raise --expert-model-parallel-size"),
     Ignored("cp_comm_type fp8_context_communication", "context_parallel_size", (1,), "raise --context-parallel-size"),
     Ignored(
         "microbatch_group_size_per_virtual_pipeline_stage",

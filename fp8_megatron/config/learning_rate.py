@@ -85,7 +85,7 @@ class LearningRateSchedule:
 
 def schedule_notes(config: Config, world_size: int) -> Iterator[str]:
     """One line for each count that is cut: samples that no step trains on, and a warm-up longer than the run; and for
-    updates that no width leaves alike under muP."""
+    updates that no width leaves alike under muP, and an overlap of micro-batches where a step has one."""
     samples, batches = config.training.train_samples, config.batch_schedule(world_size)
     if samples is not None and not batches.is_constant:
         rest = samples - batches.num_samples(batches.num_steps(samples))
@@ -104,6 +104,11 @@ def schedule_notes(config: Config, world_size: int) -> Iterator[str]:
     optimizer = config.optimizer
     if config.model.use_mup and optimizer.optimizer == "muon" and optimizer.muon_scale_mode == "spectral":
         yield "muon_scale_mode(spectral) makes updates grow with the width: with use_mup give unit_rms_norm"
+    if config.parallel.overlap_moe_expert_parallel_comm and config.num_micro_batches(world_size) == 1:
+        yield (
+            "overlap_moe_expert_parallel_comm has no effect with one micro-batch a step; drop it or raise "
+            "--global-batch-size"
+        )
 
 
 def scaled(saved: Mapping[str, Any], batch_size: int, saved_batch_size: int) -> dict[str, Any]:

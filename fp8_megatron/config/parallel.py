@@ -40,6 +40,9 @@ class ParallelConfig:
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
     """How expert-parallel ranks exchange tokens. allgather: each gets all, and steps can be recorded as CUDA graphs.
     alltoall, flex: a token goes to the ranks of its experts, and the host waits for the numbers of tokens."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Run the forward of the next micro-batch while a backward waits for tokens of experts, and the other way round.
+    Takes the activations of one more layer, or of a third of the layers with --recompute-modules moe."""
     pipeline_model_parallel_size: NumRanks = 1
     """Pipeline stages that share the layers."""
     num_layers_per_virtual_pipeline_stage: Layers | None = None

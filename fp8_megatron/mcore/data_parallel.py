@@ -7,8 +7,10 @@ from typing import Any
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from ..collectives.turns import Turns
 from ..sharding.data_parallel import DataParallelModule, finish_gradients
 from ..sharding.gradient import GradBuffer
+from .moe import Experts
 from .router import routers_of, update_expert_biases
 
 
@@ -18,12 +20,17 @@ class FP8DataParallel(_BaseDataParallel):
     Attributes:
         data_parallel: does the work.
         routers: of its layers with experts.
+        turns: of a forward and a backward, where its experts wait for an exchange.
     """
 
     def __init__(self, config: TransformerConfig, data_parallel: DataParallelModule) -> None:
         super().__init__(config=config, module=data_parallel.module)
         self.data_parallel = data_parallel
         self.routers = routers_of(data_parallel.module)
+        self.turns = Turns()
+        for child in data_parallel.module.modules():
+            if isinstance(child, Experts):
+                child.turns = self.turns
 
     @property
     def grad_buffers(self) -> list[GradBuffer]:

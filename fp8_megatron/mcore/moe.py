@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..activation_functions import Activation
 from ..collectives.token_exchange import AllGather, AllToAll
+from ..collectives.turns import Turns
 from ..device.group import Group
 from ..dtypes import E4M3
 from ..nn.experts import experts, fp8_experts, grouped_by_expert, recomputed, send_tokens, with_biases
@@ -84,6 +85,9 @@ class Experts(torch.nn.Module):
             them that have other experts.
         activation: of the MLPs.
         fc1, fc2: the links of the projections.
+
+    Attributes:
+        turns: with those of other micro-batches; the layers of a model chunk share them.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Experts(torch.nn.Module):
         super().__init__()
         ranks, self.num_parts, hidden = groups.tp_ep, groups.ep.size(), config.hidden_size
         self.ranks: Group | None = ranks if ranks.size() > 1 else None
+        self.turns = Turns()
         self.gathers = config.moe_token_dispatcher_type == "allgather"
         self.activation, self.top_k = activation, config.moe_router_topk
         count, width = config.num_moe_experts // self.num_parts, config.moe_ffn_hidden_size // groups.expt_tp.size()
@@ -111,24 +116,20 @@ class Experts(torch.nn.Module):
         self.is_fp8, modules = recipe is not None, _recomputed_modules(config)
         self.recomputes, self.recomputes_activation = "moe" in modules, "moe_act" in modules
 
-    def depart(self, x: Tensor) -> Flight | None:
-        """Start to send [T, H], without a gradient, where every rank gets every token; None: nothing leaves before the
-        router is done."""
-        if self.ranks is None or not self.gathers:
+    def depart(self, x: Tensor, routing_map: Tensor | None = None) -> Flight | None:
+        """Start to send [T, H], without a gradient: where every rank gets every token, before the router is done. None:
+        they do not leave, or not yet."""
+        if self.ranks is None or self.gathers is (routing_map is not None):
             return None
-        flight = Flight(AllGather(self.ranks, self.num_parts))
+        if routing_map is None:
+            flight = Flight(AllGather(self.ranks, self.num_parts, self.turns))
+        else:
+            flight = Flight(AllToAll(routing_map, self.ranks, self.num_parts, self.top_k, self.turns))
         if self.is_fp8:
             send_tokens(x, self.linear_fc1.linear_params(Exchanged(flight.exchange)), flight)
         else:
             flight.rows = flight.exchange.send(x.contiguous())
         return flight
-
-    def flight(self, routing_map: Tensor) -> Flight | None:
-        """How tokens go to their experts alone; what has to be known of other ranks is on its way from here on. None:
-        they stay."""
-        if self.ranks is None:
-            return None
-        return Flight(AllToAll(routing_map, self.ranks, self.num_parts, self.top_k))
 
     def forward(
         self, x: Tensor, probs: Tensor, routing_map: Tensor, capacity: int, flight: Flight | None
@@ -239,7 +240,7 @@ class MixtureOfExperts(MegatronModule):
         tokens = hidden_states.view(-1, hidden_states.shape[-1])
         flight = self.experts.depart(tokens.detach())
         probs, routing_map = self.router(hidden_states)
-        flight = flight or self.experts.flight(routing_map)
+        flight = flight or self.experts.depart(tokens.detach(), routing_map)
         output = self.experts(tokens, probs, routing_map, self.router.capacity(len(probs)), flight)
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         whole = output().view_as(hidden_states)

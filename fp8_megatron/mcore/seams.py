@@ -34,6 +34,10 @@ _NEEDED = {
         "_batched_p2p_ops": "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next group",
         "_p2p_ops": "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next group",
     },
+    "pipeline_parallel.schedules": {
+        "forward_step": "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store config "
+        "cp_group_size current_microbatch"
+    },
     "pipeline_parallel.utils": {"is_vp_first_stage": "vp_stage vp_size", "is_vp_last_stage": "vp_stage vp_size"},
     "tensor_parallel.layers": {
         "ColumnParallelLinear": "gather_output skip_weight_param_allocation tp_group",

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_all_rng_states
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from ..device import memory as device_memory
 from ..device.memory import HostCopy
 from ..graphs.recorder import CudaRecorder, Recorder
 from ..mcore.pipeline import schedule_arguments
+from ..mcore.schedule import forward_backward_func
 from ..planning.activations import predict_validation_bytes
 from ..quantization.cast_report import CastReport
 from ..reporting.step_figures import StepFigures
@@ -225,7 +225,7 @@ def run_schedule(
     """Forward and, unless `forward_only`, backward of a step's micro-batches: their losses, on the last stage."""
     iterators = [iter(batches) for _ in state.model]
     config = state.config
-    return get_forward_backward_func()(
+    return forward_backward_func(config.parallel, forward_only=forward_only)(
         forward_step_func=forward_step if mean_tokens is None else partial(forward_step, mean_tokens=mean_tokens),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(state.model),

@@ -7,6 +7,7 @@ import torch
 
 from fp8_megatron.config.checks import ConfigError, check_config, cuda_graph_problems
 from fp8_megatron.config.io import parse_command_line, parse_config
+from fp8_megatron.config.learning_rate import schedule_notes
 from fp8_megatron.config.schema import Config
 from fp8_megatron.mcore.transformer_config import transformer_config
 
@@ -179,6 +180,45 @@ def test_ranks_that_hold_no_whole_copy_of_the_experts() -> None:
     assert "expert_model_parallel_size(4) × pipeline_model_parallel_size(1) = 4 does not divide WORLD_SIZE(2)" in str(
         error.value
     )
+
+
+OVERLAP = "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--pipeline-model-parallel-size 2", "is for one stage, pipeline_model_parallel_size is 2; drop one"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "sets random states back"),
+        ("--cpu-offloading-num-layers 1", "cpu_offloading_num_layers(1) copies the layers of one micro-batch at a"),
+    ],
+)
+def test_what_micro_batches_cannot_overlap_with(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(config_of(f"{OVERLAP} --global-batch-size 16 {flags}"), 4, on_this_machine=False)
+    assert "overlap_moe_expert_parallel_comm" in str(error.value) and said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (MODEL, "where each rank has all experts; drop it or raise --expert-model-parallel-size"),
+        ("--mock-data --vocab-size 1024", "without num_experts; drop it or give --num-experts"),
+    ],
+)
+def test_without_an_exchange_nothing_overlaps(flags: str, mode: str) -> None:
+    line = parse_command_line(f"{flags} --overlap-moe-expert-parallel-comm".split())
+    assert not line.config.parallel.overlap_moe_expert_parallel_comm
+    assert any(f"overlap_moe_expert_parallel_comm(True) has no effect {mode}" in note for note in line.notes)
+
+
+def test_one_micro_batch_a_step_overlaps_with_nothing() -> None:
+    notes = {
+        batch: [*schedule_notes(config_of(f"{OVERLAP} --micro-batch-size 2 --global-batch-size {batch}"), 2)]
+        for batch in (4, 8)
+    }
+    assert not notes[8]
+    assert notes[4][0].startswith("overlap_moe_expert_parallel_comm has no effect with one micro-batch a step; drop it")
 
 
 @pytest.mark.parametrize("kind", ["allgather", "alltoall", "flex"])

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from fp8_megatron.config.schema import (
@@ -31,6 +30,7 @@ from fp8_megatron.mcore.data_parallel import FP8DataParallel
 from fp8_megatron.mcore.gpt import ModelChunk
 from fp8_megatron.mcore.pipeline import schedule_arguments
 from fp8_megatron.mcore.runtime import runtime, seed_everything
+from fp8_megatron.mcore.schedule import forward_backward_func
 from fp8_megatron.mcore.topology import Topology, initialized
 from fp8_megatron.optimizer.distributed_optimizer import FP8DistributedOptimizer
 from fp8_megatron.optimizer.state import SpaceState
@@ -155,7 +155,7 @@ def forward_backward(gpt: TinyGPT, config: Config, micro_batches: Tensor) -> flo
     for chunk in gpt.model:
         chunk.zero_grad_buffer()
     iterators = [iter(list(micro_batches)) for _ in gpt.model]
-    outputs = get_forward_backward_func()(
+    outputs = forward_backward_func(config.parallel, forward_only=False)(
         forward_step_func=partial(
             _forward_step, has_documents=config.data.reset_attention_mask, part=gpt.topology.sequence_part
         ),

@@ -272,6 +272,25 @@ def test_recorded_steps_of_experts_train_bit_for_bit(tmp_path: Path) -> None:
     assert graph == python
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cuda_graph_impl": "none"},
+        {"cuda_graph_impl": "local"},
+        {"moe_token_dispatcher_type": "alltoall"},
+        {"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_intermediate_size": 256},
+    ],
+    ids=["allgather", "recorded", "alltoall", "alltoall-shared"],
+)
+def test_overlapped_micro_batches_of_experts_train_bit_for_bit(tmp_path: Path, settings: dict) -> None:
+    settings = {**EXPERTS, "precision": "fp8", "deterministic_mode": True, "expert_model_parallel_size": 2, **settings}
+    settings["global_batch_size"] = 12
+    plain, overlapped = (
+        losses(tmp_path / str(on), 2, overlap_moe_expert_parallel_comm=on, **settings) for on in (False, True)
+    )
+    assert overlapped == plain
+
+
 @pytest.mark.parametrize("precision", list(TOLERANCE))
 def test_muon_of_two_gpus_trains_as_that_of_one(tmp_path: Path, precision: str) -> None:
     settings = {"optimizer": "muon", "precision": precision}

@@ -288,8 +288,12 @@ def train_without_overlap(config: Config, tokens: Tensor) -> TinyRun:
     """As `train_tiny_gpt`, where each exchange starts where its result is read."""
     take = Flight.take
 
-    def stay(experts: Experts, x: Tensor) -> Flight | None:
-        return Flight(AllGather(experts.ranks, experts.num_parts)) if experts.ranks and experts.gathers else None
+    def stay(experts: Experts, x: Tensor, routing_map: Tensor | None = None) -> Flight | None:
+        if experts.ranks is None or experts.gathers is (routing_map is not None):
+            return None
+        if routing_map is None:
+            return Flight(AllGather(experts.ranks, experts.num_parts))
+        return Flight(AllToAll(routing_map, experts.ranks, experts.num_parts, experts.top_k))
 
     def only_sums(flight: Flight, name: str) -> Any:
         return take(flight, name) if name == "output" else None

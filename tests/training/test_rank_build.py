@@ -25,6 +25,8 @@ from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+#: A forward beside a backward.
+OVERLAPPED = "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --global-batch-size 8"
 TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 UNEVEN = ParallelConfig(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1)
 
@@ -223,12 +225,20 @@ def test_long_sequences(flags: str) -> None:
     assert abs(memory.peak - predicted) < 8 * 2 * 32768 * 4096, (memory.peak / 1e9, predicted / 1e9)
 
 
+def _experts(flags: str) -> Config:
+    words = f"--config {ROOT}/configs/qwen3_30b_a3b.yaml --mock-data --num-layers 2 --micro-batch-size 2"
+    return parse_config(f"{words} --global-batch-size 4 --eval-interval 10 {flags}".split())
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         "",
         "--expert-model-parallel-size 2",
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+        f"{OVERLAPPED} --num-layers 8",
+        f"{OVERLAPPED} --moe-token-dispatcher-type alltoall",
+        f"{OVERLAPPED} --precision bf16",
         "--precision bf16",
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
@@ -236,18 +246,27 @@ def test_long_sequences(flags: str) -> None:
     ],
 )
 def test_experts(flags: str) -> None:
-    """Two layers of Qwen3-30B-A3B on two ranks, which reduce gradients or share the experts.
+    """Two or eight layers of Qwen3-30B-A3B on two ranks, which reduce gradients or share the experts.
 
     Left out are the third and fourth send buffer of the embedding, 2% of the peak, and in validation numbers of the
     router.
     """
-    words = f"--config {ROOT}/configs/qwen3_30b_a3b.yaml --mock-data --num-layers 2 --micro-batch-size 2 {flags}"
-    config = parse_config([*words.split(), "--global-batch-size", "4", "--eval-interval", "10"])
+    config = _experts(flags)
     predicted = predict_peak(config, padded_vocab_size(config), world_size=2)
     memory = build_rank(config, world_size=2, stage=0)
     assert memory.state.total == pytest.approx(predicted.state, rel=1e-3)
     assert memory.peak == pytest.approx(predicted.total, rel=0.03)
     assert memory.validation == pytest.approx(predict_validation_bytes(config, padded_vocab_size(config)), rel=0.03)
+
+
+def test_a_forward_beside_experts_that_are_computed_again() -> None:
+    """It is ahead of the backward, by a third of the layers at its end."""
+    config = _experts(f"{OVERLAPPED} --num-layers 8 --recompute-granularity selective --recompute-modules moe")
+    alone = replace(config, parallel=replace(config.parallel, overlap_moe_expert_parallel_comm=False))
+    peaks = [build_rank(one, world_size=2, stage=0).peak for one in (config, alone)]
+    predicted = [predict_peak(one, padded_vocab_size(one), world_size=2).total for one in (config, alone)]
+    assert peaks == pytest.approx(predicted, rel=0.03)
+    assert peaks[0] - peaks[1] == pytest.approx(predicted[0] - predicted[1], rel=0.3)
 
 
 def test_heads_for_sequences() -> None:

@@ -34,6 +34,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from decoder_problems(config)
     yield from _layer_problems(config)
     yield from _parallel_problems(config)
+    yield from _overlap_problems(config)
     yield from _router_problems(config)
     yield from _balance_problems(config)
     yield from _precision_problems(config)
@@ -82,6 +83,20 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             f"expert_tensor_parallel_size({shared}): experts with biases are whole, as in Megatron; give "
             f"--expert-tensor-parallel-size 1, or --disable-bias-linear"
         )
+
+
+def _overlap_problems(config: Config) -> Iterator[str]:
+    """Check what a forward can run beside the backward of another micro-batch."""
+    name, training = "overlap_moe_expert_parallel_comm", config.training
+    stages, count = config.parallel.pipeline_model_parallel_size, training.cpu_offloading_num_layers
+    if not config.parallel.overlap_moe_expert_parallel_comm:
+        return
+    if stages > 1:
+        yield f"{name} is for one stage, pipeline_model_parallel_size is {stages}; drop one"
+    if training.recompute_granularity == "full":
+        yield f"{name}: recompute_granularity(full) sets random states back while a forward draws; choose selective"
+    if count:
+        yield f"{name}: cpu_offloading_num_layers({count}) copies the layers of one micro-batch at a time; drop one"
 
 
 def _router_problems(config: Config) -> Iterator[str]:
