@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,10 +20,26 @@ logger = logging.getLogger(__name__)
 #: A symbolic link in a checkout.
 _FOLDER = Path(__file__).parents[1] / "csrc"
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+#: The first GPUs with instructions that only they have (wgmma): their target ends with an "a".
+_FIRST_WITH_OWN_INSTRUCTIONS = (9, 0)
+#: Of cuda.h: bytes, no interleaving, 128 bytes swizzled, 256 bytes at once into L2, zeros outside of the tensor.
+_TENSOR_MAP_UINT8, _NOT_INTERLEAVED, _SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES, _ZEROS_OUTSIDE = 0, 0, 3, 3, 0
+_TENSOR_MAP_ALIGNMENT = 64
 
 
 class ExtensionError(RuntimeError):
     """A kernel that cannot be compiled or loaded here, with the reason."""
+
+
+class TensorMap(ctypes.Structure):
+    """A CUtensorMap: how the copy engine finds a box of a tensor."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
+
+
+def by_value(argument: TensorMap) -> TensorMap:
+    """The type of a parameter that is a `TensorMap`, in `Kernel`'s list."""
+    return argument
 
 
 class Kernel:
@@ -31,11 +48,17 @@ class Kernel:
     Args:
         cubin: the result of `compile_source`. function: the kernel's name in it.
         threads: of a block. shared_bytes: dynamic shared memory of a block.
-        parameters: a ctypes type for each of the kernel's parameters.
+        parameters: a ctypes type for each of the kernel's parameters, or `by_value`.
     """
 
     def __init__(
-        self, cubin: bytes, function: str, *, threads: int, shared_bytes: int, parameters: Sequence[type]
+        self,
+        cubin: bytes,
+        function: str,
+        *,
+        threads: int,
+        shared_bytes: int,
+        parameters: Sequence[Callable[[Any], Any]],
     ) -> None:
         self._cubin = cubin  # the driver need not have copied it
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -45,7 +68,7 @@ class Kernel:
         _check(status, f"{shared_bytes} bytes of shared memory for {function}")
         self._threads, self._shared_bytes, self._parameters = threads, shared_bytes, tuple(parameters)
 
-    def launch(self, blocks: int, device: torch.device, *arguments: int) -> None:
+    def launch(self, blocks: int, device: torch.device, *arguments: int | TensorMap) -> None:
         """Queue the kernel. Addresses are plain numbers; the caller keeps the memory until the stream has run it."""
         values = [kind(argument) for kind, argument in zip(self._parameters, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
@@ -63,7 +86,8 @@ def compile_source(name: str, macros: Mapping[str, int], capability: tuple[int, 
         ExtensionError: no NVRTC, no such file, or NVRTC's own messages.
     """
     nvrtc = _nvrtc()
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    target = f"sm_{capability[0]}{capability[1]}{'a' * (capability >= _FIRST_WITH_OWN_INSTRUCTIONS)}"
+    options = [f"--gpu-architecture={target}", "--std=c++17"]
     options += [f"-D{macro}={int(value)}" for macro, value in macros.items()]
     program = ctypes.c_void_p()
     source = _source(name)
@@ -76,6 +100,38 @@ def compile_source(name: str, macros: Mapping[str, int], capability: tuple[int, 
         return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorMap:
+    """The map of a tensor of bytes, whose boxes are swizzled by 128 bytes in shared memory, with zeros outside of it.
+
+    Args:
+        address: a multiple of 16.
+        sizes: the innermost dimension first. strides: in bytes, of the dimensions behind it; multiples of 16.
+        box: the size of a copy in each dimension; 128 in the innermost one.
+
+    Raises:
+        ExtensionError: the driver refuses.
+    """
+    rank = len(sizes)
+    room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + _TENSOR_MAP_ALIGNMENT)
+    begin = -ctypes.addressof(room) % _TENSOR_MAP_ALIGNMENT
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.addressof(room) + begin,
+        _TENSOR_MAP_UINT8,
+        rank,
+        address,
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        _NOT_INTERLEAVED,
+        _SWIZZLE_128_BYTES,
+        _L2_PROMOTION_256_BYTES,
+        _ZEROS_OUTSIDE,
+    )
+    _check(status, f"cuTensorMapEncodeTiled of sizes {list(sizes)}, strides {list(strides)}, box {list(box)}")
+    return TensorMap.from_buffer_copy(room, begin)
 
 
 def _read(program, get_size, get) -> bytes:  # type: ignore[no-untyped-def]
@@ -103,6 +159,7 @@ def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     number, pointer = ctypes.c_uint, ctypes.c_void_p
     driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    driver.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
     driver.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
     driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]

@@ -5,7 +5,8 @@ plan takes 18. Here a plan for each shape keeps descriptors, layouts and algorit
 launches. The library is the one that torch has loaded, called with ctypes; nothing is compiled.
 
 A plan takes the algorithm that the heuristic names first. With fast accumulation, or scales of blocks, the first call
-times the others too, and takes the fastest that writes the same bits (`algorithm_choice`).
+times the others too, and takes the fastest that writes the same bits (`algorithm_choice`). With scales of blocks one of
+them is this project's own kernel (`block_scaled_cuda`).
 
 The constants have the names and values of cublasLt.h.
 """
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from ...dtypes import E4M3, E5M2
 from .algorithm_choice import fastest
+from .block_scaled_cuda import BlockScaledGemm, block_scaled_gemm
+from .cublaslt_library import Algorithm, Heuristic, create, library, loaded
 
 _COMPUTE_32F = 68
 _CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, E4M3: 28, E5M2: 29}
@@ -51,30 +54,16 @@ _NUM_CANDIDATES = 8
 _MOST_TIMED = 64
 
 
-class _Algorithm(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_uint64 * 8)]
-
-
-class _Heuristic(ctypes.Structure):
-    _fields_ = [
-        ("algorithm", _Algorithm),
-        ("workspace_bytes", ctypes.c_size_t),
-        ("state", ctypes.c_int),
-        ("waves", ctypes.c_float),
-        ("reserved", ctypes.c_int * 4),
-    ]
-
-
 def is_available() -> bool:
     """Whether torch's cuBLASLt can be called."""
-    return _library() is not None
+    return library() is not None
 
 
 @functools.cache
 def version() -> int:
     """cuBLASLt's version as 10000 · major + 100 · minor + patch; 0 if it cannot be called."""
-    library = _library()
-    return 0 if library is None else int(library.cublasLtGetVersion())
+    found = library()
+    return 0 if found is None else int(found.cublasLtGetVersion())
 
 
 def matmul(
@@ -140,8 +129,8 @@ def matmul(
             plan.point_at(_D_SCALE, inverse)
         if amax is not None:
             plan.point_at(_D_AMAX, amax)
-        if plan.awaits_timing and addend_pointer != out_pointer:
-            plan.time_algorithms((a_pointer, b_pointer, addend_pointer, out_pointer), out, addend)
+        if plan.awaits_timing and (addend_pointer != out_pointer or scale_mode_a == BLOCK_SCALES):
+            plan.time_algorithms((a_pointer, b_pointer, addend_pointer), out, addend)
         plan.run(a_pointer, b_pointer, addend_pointer, out_pointer)
 
 
@@ -172,9 +161,9 @@ class _GemmPlan:
 
     def __init__(self, problem: _Problem) -> None:
         self.problem = problem
-        self._library = _loaded()
+        self._library = loaded()
         self._handle = _handle(problem.device)
-        self._descriptor = _create(self._library.cublasLtMatmulDescCreate, _COMPUTE_32F, _CUDA_TYPES[torch.float32])
+        self._descriptor = create(self._library.cublasLtMatmulDescCreate, _COMPUTE_32F, _CUDA_TYPES[torch.float32])
         self._set(_DESC_TRANSA, ctypes.c_int32(_OP_T))
         self._set(_DESC_FAST_ACCUM, ctypes.c_int8(problem.use_fast_accum))
         for attribute, mode in (
@@ -188,7 +177,7 @@ class _GemmPlan:
             self._set(_DESC_BIAS_DATA_TYPE, ctypes.c_int32(_CUDA_TYPES[problem.bias_dtype]))
         (m, k), n = problem.a_shape, problem.b_shape[0]
         self._layouts = [
-            _create(self._library.cublasLtMatrixLayoutCreate, _CUDA_TYPES[dtype], *sizes)
+            create(self._library.cublasLtMatrixLayoutCreate, _CUDA_TYPES[dtype], *sizes)
             for dtype, sizes in (
                 (problem.b_dtype, (k, n, k)),
                 (problem.a_dtype, (k, m, k)),
@@ -214,8 +203,7 @@ class _GemmPlan:
         self._stream = ctypes.c_void_p()
         self._current = -1  # no stream: the default one is 0
         self._launch: Callable[[], int] | None = None
-        has_blocks = problem.scale_mode_a != TENSOR_SCALE
-        is_timed = problem.use_fast_accum or has_blocks
+        is_timed = problem.use_fast_accum or problem.scale_mode_a != TENSOR_SCALE
         self.awaits_timing = is_timed and problem not in _chosen and len(_chosen) < _MOST_TIMED
 
     def _set(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
@@ -242,13 +230,15 @@ class _GemmPlan:
             self._stream.value = self._current = stream
             self._workspace.value = workspace(self.problem.device, stream).data_ptr()
         if self._launch is None:
-            self._launch = self._prepare_launch(self._algorithm())
+            self._launch = self._prepare_launch(_chosen.get(self.problem) or self._heuristic(1)[0])
         self._a.value, self._b.value, self._addend.value, self._out.value = a, b, addend, out
         status = self._launch()
         if status:
             _check(status, self.problem)
 
-    def _prepare_launch(self, algorithm: _Algorithm) -> Callable[[], int]:
+    def _prepare_launch(self, algorithm: Algorithm | BlockScaledGemm) -> Callable[[], int]:
+        if isinstance(algorithm, BlockScaledGemm):
+            return functools.partial(self._launch_own, algorithm)
         layout_b, layout_a, layout_c, layout_out = self._layouts
         one, factor_of_addend = ctypes.c_float(1.0), ctypes.c_float(float(self.problem.has_addend))
         return functools.partial(
@@ -271,22 +261,31 @@ class _GemmPlan:
             self._stream,
         )
 
-    def time_algorithms(self, operands: tuple[int, int, int, int], out: Tensor, addend: Tensor | None) -> None:
+    def _launch_own(self, gemm: BlockScaledGemm) -> int:
+        a, b, addend, out = (pointer.value or 0 for pointer in (self._a, self._b, self._addend, self._out))
+        scales_b, scales_a, bias = self._addresses[: _BIAS + 1]
+        gemm.launch(a, b, scales_a, scales_b, bias, addend, out)
+        return 0
+
+    def time_algorithms(self, operands: tuple[int, int, int], out: Tensor, addend: Tensor | None) -> None:
         """Choose the problem's algorithm, now that all pointers are set; later, if the launch is recorded into a graph.
 
         Args:
-            operands: as `run` takes them; `out` is none of the first three.
+            operands: the first three that `run` takes.
+            out: what is timed writes to it, or to a tensor like it if it is the addend.
         """
         if torch.cuda.is_current_stream_capturing():
             return
         self.awaits_timing = False
-        algorithms, before = self._heuristic(_NUM_CANDIDATES), self._launch
+        if addend is not None and addend.data_ptr() == out.data_ptr():
+            out = torch.empty_like(out)
+        before, algorithms = self._launch, self._heuristic(_NUM_CANDIDATES) + self._own_algorithms()
         launches = [self._prepare_launch(algorithm) for algorithm in algorithms]
 
         def launch(index: int) -> bool:
             self._launch = launches[index]
             try:
-                self.run(*operands)
+                self.run(*operands, out.data_ptr())
             except RuntimeError:
                 return False
             return True
@@ -299,14 +298,24 @@ class _GemmPlan:
             raise
         self._launch, _chosen[self.problem] = launches[index], algorithms[index]
 
-    def _algorithm(self) -> _Algorithm:
-        """The chosen one, or the heuristic's first."""
-        algorithm = _chosen.get(self.problem)
-        return self._heuristic(1)[0] if algorithm is None else algorithm
+    def _own_algorithms(self) -> list[Algorithm | BlockScaledGemm]:
+        """This project's, at most one."""
+        problem = self.problem
+        if problem.scale_mode_a != BLOCK_SCALES:
+            return []
+        gemm = block_scaled_gemm(
+            problem.a_shape,
+            problem.b_shape,
+            dtypes=(problem.a_dtype, problem.b_dtype, problem.out_dtype),
+            b_has_tiles=problem.scale_mode_b == TILE_SCALES,
+            alignment=problem.alignment,
+            device=problem.device,
+        )
+        return [] if gemm is None else [gemm]
 
-    def _heuristic(self, most: int) -> list[_Algorithm]:
+    def _heuristic(self, most: int) -> list[Algorithm | BlockScaledGemm]:
         """The heuristic's algorithms, at least one and at most `most`, the fastest in its opinion first."""
-        preference = _create(self._library.cublasLtMatmulPreferenceCreate)
+        preference = create(self._library.cublasLtMatmulPreferenceCreate)
         limits: list[tuple[int, ctypes._SimpleCData[Any]]] = [
             (_PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(_WORKSPACE_BYTES))
         ]
@@ -319,7 +328,7 @@ class _GemmPlan:
                 preference, attribute, ctypes.byref(value), ctypes.sizeof(value)
             )
             _check(status, self.problem)
-        found, num_found = (_Heuristic * most)(), ctypes.c_int(0)
+        found, num_found = (Heuristic * most)(), ctypes.c_int(0)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
             self._handle,
             self._descriptor,
@@ -338,65 +347,21 @@ class _GemmPlan:
 
 _plans: dict[tuple[Any, ...], _GemmPlan] = {}
 #: By problem, the algorithm that timing chose.
-_chosen: dict[_Problem, _Algorithm] = {}
+_chosen: dict[_Problem, Algorithm | BlockScaledGemm] = {}
 # Two calls set and read the scale pointers of a plan, and forward and backward are different threads.
 _lock = threading.Lock()
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    if torch.version.cuda is None:
-        return None
-    try:
-        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
-    except OSError:
-        return None
-    library.cublasLtGetVersion.restype = ctypes.c_size_t
-    library.cublasLtMatmulDescCreate.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    library.cublasLtMatrixLayoutCreate.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_uint64,
-        ctypes.c_uint64,
-        ctypes.c_int64,
-    ]
-    for set_attribute in (library.cublasLtMatmulDescSetAttribute, library.cublasLtMatmulPreferenceSetAttribute):
-        set_attribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
-    library.cublasLtMatmulPreferenceDestroy.argtypes = [ctypes.c_void_p]
-    library.cublasLtMatmulAlgoGetHeuristic.argtypes = [
-        *[ctypes.c_void_p] * 7,
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    ]
-    library.cublasLtMatmul.argtypes = [*[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p]
-    return library
-
-
-def _loaded() -> ctypes.CDLL:
-    library = _library()
-    assert library is not None, "see is_available"
-    return library
-
-
-@functools.cache
 def _handle(device: int) -> ctypes.c_void_p:
     with torch.cuda.device(device):
-        return _create(_loaded().cublasLtCreate)
+        return create(loaded().cublasLtCreate)
 
 
 @functools.cache
 def workspace(device: int, stream: int) -> Tensor:
     """The workspace of a stream. GEMMs of one stream run one after another, so they share it."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
-
-
-def _create(make: Callable[..., int], *args: object) -> ctypes.c_void_p:
-    made = ctypes.c_void_p()
-    status = make(ctypes.byref(made), *args)
-    if status:
-        raise RuntimeError(f"cuBLASLt made no descriptor: status {status} for {args}")
-    return made
 
 
 def _check(status: int, problem: _Problem) -> None:
