@@ -25,6 +25,7 @@ _FIRST_WITH_OWN_INSTRUCTIONS = (9, 0)
 #: Of cuda.h: bytes, no interleaving, 128 bytes swizzled, 256 bytes at once into L2, zeros outside of the tensor.
 _TENSOR_MAP_UINT8, _NOT_INTERLEAVED, _SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES, _ZEROS_OUTSIDE = 0, 0, 3, 3, 0
 _TENSOR_MAP_ALIGNMENT = 64
+_INVALID_CONTEXT = 201
 
 
 class ExtensionError(RuntimeError):
@@ -43,7 +44,9 @@ def by_value(argument: TensorMap) -> TensorMap:
 
 
 class Kernel:
-    """A loaded kernel of one GPU, launched on torch's current stream.
+    """A kernel loaded on torch's current GPU, launched on torch's current stream, from any thread.
+
+    The driver wants the GPU's context to be current; a new thread has none until the CUDA runtime needs it.
 
     Args:
         cubin: the result of `compile_source`. function: the kernel's name in it.
@@ -61,6 +64,7 @@ class Kernel:
         parameters: Sequence[Callable[[Any], Any]],
     ) -> None:
         self._cubin = cubin  # the driver need not have copied it
+        _enter_context(torch.cuda.current_device())
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
         _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, function.encode()), function)
@@ -73,9 +77,11 @@ class Kernel:
         values = [kind(argument) for kind, argument in zip(self._parameters, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        status = _driver().cuLaunchKernel(
-            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, pointers, None
-        )
+        given = self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, pointers, None
+        status = _driver().cuLaunchKernel(*given)
+        if status == _INVALID_CONTEXT:
+            _enter_context(device.index)
+            status = _driver().cuLaunchKernel(*given)
         _check(status, "cuLaunchKernel")
 
 
@@ -152,6 +158,19 @@ def _source(name: str) -> bytes:
 def _check(status: int, what: str) -> None:
     if status:
         raise ExtensionError(f"{what} failed with CUDA error {status}")
+
+
+def _enter_context(device: int) -> None:
+    """Make the context that torch uses the thread's current one, as the CUDA runtime does when it is first needed."""
+    _check(_driver().cuCtxSetCurrent(_context(device)), "cuCtxSetCurrent")
+
+
+@functools.cache
+def _context(device: int) -> ctypes.c_void_p:
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
+    return context
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import itertools
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -311,6 +312,30 @@ def test_a_recorded_launch() -> None:
         multiply(out, a, b)
     graph.replay()
     assert torch.equal(out, expected) and out.any()
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_new_threads_load_launch_and_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's calls need a context, which a thread has not before the CUDA runtime needs one."""
+    a, b = map(on_gpu, operands(512, 768, 1024, (E4M3, E4M3), "b"))
+    expected, out = (torch.zeros(512, 768, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    multiply(expected, a, b)
+    monkeypatch.setattr(block_scaled_cuda, "_kernel", functools.cache(block_scaled_cuda._kernel.__wrapped__))
+
+    def record() -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            multiply(out, a, b)
+        graph.replay()
+
+    for work in (lambda: multiply(out, a, b),) * 2 + (record,):  # the first one loads
+        out.zero_()
+        torch.cuda.synchronize()
+        with ThreadPoolExecutor(1) as new_thread:
+            new_thread.submit(work).result()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.gpu
