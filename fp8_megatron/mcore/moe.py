@@ -24,13 +24,13 @@ from ..nn.gemms import LinearParams
 from ..nn.links import LinearLinks
 from ..nn.parallelism import LOCAL, Exchanged, Local
 from ..nn.token_flight import Flight, SendTokens, StartSum, exchange_choices
-from ..quantization.recipe import LinearQuantizers, Recipe
+from ..quantization.recipe import Recipe
 from ..quantization.scaled_tensor import ScaledTensor
 from .router import Router, device_of
-from .tensor_parallel import as_scaled
+from .tensor_parallel import FallsBack, as_scaled
 
 
-class ExpertLinear(torch.nn.Module):
+class ExpertLinear(FallsBack, torch.nn.Module):
     """The weights [E, N, K] of one projection of all experts on this rank, and its biases [E, N] if linear layers have
     them; `Experts` computes with them.
 
@@ -59,7 +59,7 @@ class ExpertLinear(torch.nn.Module):
         else:
             payload = torch.zeros(shape, dtype=E4M3, device=device)
             self.weight = torch.nn.Parameter(ScaledTensor(payload, torch.ones(shape[0], device=device)))
-            self.quantizers: LinearQuantizers = recipe.expert_quantizers()
+            self.quantizers = recipe.expert_quantizers()
         self.weight.is_expert = True  # type: ignore[attr-defined]
         self.weight.tensor_model_parallel = config.expert_tensor_parallel_size > 1  # type: ignore[attr-defined]
         self.weight.partition_dim, self.weight.partition_stride = axis, pieces  # type: ignore[attr-defined]

@@ -35,31 +35,36 @@ def _quantize_weight(weight: torch.nn.Parameter, *, is_initialized: bool) -> tor
     return quantized
 
 
-class _FP8Weight(torch.nn.Module):
+class FallsBack:
+    """A linear layer that may leave delayed scaling for another recipe."""
+
+    quantizers: LinearQuantizers
+    links: LinearLinks
+
+    def fall_back(self, name: RecipeName) -> None:
+        """Leave delayed scaling, between two steps."""
+        self.quantizers = self.quantizers.fallen_back(name)
+        if self.links.early_cast.quantizer is not None:
+            self.links.early_cast.expect(self.quantizers.grad_output, transposed=self.links.early_cast.transposed)
+        if self.links.kept_transpose is not None:
+            self.links.kept_transpose.forget()
+
+
+class _FP8Weight(FallsBack, torch.nn.Module):
     """Gives the linear layer of megatron-core that follows in the bases an FP8 weight and quantisers."""
 
     config: TransformerConfig
     tp_group: Group
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
-    quantizers: LinearQuantizers
     #: The collectives around its GEMMs.
     parallelism: Local
-    links: LinearLinks
 
     def __init__(self, *args: Any, recipe: Recipe, links: LinearLinks | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.weight = _quantize_weight(self.weight, is_initialized=self.config.perform_initialization)
         self.quantizers = recipe.linear_quantizers()
         self.links = LinearLinks() if links is None else links
-
-    def fall_back(self, name: RecipeName) -> None:
-        """Leave delayed scaling for another recipe, between two steps."""
-        self.quantizers = self.quantizers.fallen_back(name)
-        if self.links.early_cast.quantizer is not None:
-            self.links.early_cast.expect(self.quantizers.grad_output, transposed=self.links.early_cast.transposed)
-        if self.links.kept_transpose is not None:
-            self.links.kept_transpose.forget()
 
     def linear_params(self) -> LinearParams:
         """The layer, for a function that computes it."""

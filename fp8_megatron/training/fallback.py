@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from ..mcore.lm_head import FP8OutputLayer
+from ..mcore.moe import ExpertLinear
 from ..mcore.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
 from ..reporting.cast_statistics import HealthSample
 from ..reporting.run_log import EventKind, event
@@ -18,7 +19,7 @@ from .cast_sampling import fp8_layers
 
 logger = logging.getLogger(__name__)
 
-_Layer = FP8ColumnParallelLinear | FP8RowParallelLinear | FP8OutputLayer
+_Layer = FP8ColumnParallelLinear | FP8RowParallelLinear | ExpertLinear | FP8OutputLayer
 
 
 class RecipeFallback:

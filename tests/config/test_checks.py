@@ -327,7 +327,6 @@ FULL = "--recompute-granularity full "
             "--fp8-fallback-recipe tensorwise --fp8-fallback-underflow 0.1 --fp8-health-interval 0",
             "fp8_fallback_underflow(0.1) is measured every fp8_health_interval steps, which is 0",
         ),
-        (1, "--fp8-fallback-recipe tensorwise --fp8-fallback-iter 9 --num-experts 8", "cannot change their recipe"),
         # steps as CUDA graphs
         (1, "--cuda-graph-impl local --recompute-granularity selective", "cuda_graph_impl(local) cannot record"),
         (1, "--cuda-graph-impl local --release-gradients --clip-grad 0", "cuda_graph_impl(local) would repeat the"),

@@ -125,6 +125,7 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
         ("--moe-aux-loss-coeff much", "moe_aux_loss_coeff(much) are not factors"),
         ("--precision te", "experts are in FP8 or BF16, not te"),
         ("--fp8-recipe mxfp8 --moe-ffn-hidden-size 32", "num_experts with fp8_recipe(mxfp8)"),
+        ("--fp8-fallback-recipe mxfp8 --fp8-fallback-iter 9", "num_experts with fp8_fallback_recipe(mxfp8)"),
         ("--fp8-recipe blockwise --moe-ffn-hidden-size 64", "moe_ffn_hidden_size(64) is not a multiple of 128"),
         (
             "--recompute-granularity selective --recompute-modules mlp",

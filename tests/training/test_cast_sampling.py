@@ -84,6 +84,50 @@ def _train_on_ranks(folder: str, flags: dict[str, Any]) -> None:
     train(Path(folder), **flags)
 
 
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128}
+
+
+def casts_of_experts(sample: dict[str, Any]) -> dict[tuple[str, str], tuple[str, float, float]]:
+    """(layer, role) → format, signal-to-noise ratio, underflow."""
+    rows = zip(keys(sample), sample["formats"], sample["snr_db"], sample["underflowed"], strict=True)
+    return {key: (format, snr, lost) for key, format, snr, lost in rows if "experts" in key[0]}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_casts_of_experts_are_measured(tmp_path: Path, recipe: str) -> None:
+    """Of tokens, and of what is cast for an expert's rows. Their weights' are not."""
+    flags = {**EXPERTS, "fp8_recipe": recipe, **BLOCKS}
+    train(tmp_path / "sampled", **flags)
+    train(tmp_path / "plain", **{**flags, "fp8_health_interval": 0})
+    assert losses(tmp_path / "sampled") == losses(tmp_path / "plain")
+    for sample in samples(tmp_path / "sampled"):
+        found = casts_of_experts(sample)
+        assert list(found) == [
+            (f"decoder.layers.{layer}.mlp.experts.{linear}", role)
+            for layer in range(2)
+            for linear in ("linear_fc1", "linear_fc2")
+            for role in ("input", "grad_output")
+        ]
+        for key, (format, snr, lost) in found.items():
+            assert snr > (15.0 if recipe == "delayed" else 28.0 if format == "E4M3" else 22.0), (key, format, snr)
+            assert lost < 0.01, key
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_casts_of_experts_that_ranks_share(tmp_path: Path, ranks: RankPool, dispatcher: str) -> None:
+    """Tokens are measured where they are cast, before they travel: what two ranks measure is what one does, with one
+    scale a block."""
+    flags = {**EXPERTS, "fp8_recipe": "blockwise", "train_iters": 1, "micro_batch_size": 2, **BLOCKS}
+    train(tmp_path / "one", **flags)
+    shared = {"micro_batch_size": 1, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": dispatcher}
+    ranks.run(_train_on_ranks, str(tmp_path / "two"), {**flags, **shared}, num_ranks=2)
+    one, two = (casts_of_experts(*samples(tmp_path / name)) for name in ("one", "two"))
+    assert list(one) == list(two)
+    for key, (format, snr, _) in one.items():
+        if key[1] == "input":
+            assert two[key][:2] == (format, pytest.approx(snr, rel=2e-3)), key
+
+
 @pytest.mark.parametrize(
     "flags",
     [

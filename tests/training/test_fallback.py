@@ -28,14 +28,17 @@ def fallbacks(folder: Path) -> list[tuple[int, list[str]]]:
     return [(line["iteration"], line["layers"]) for line in events if line["kind"] == "fallback"]
 
 
+@pytest.mark.parametrize("model", [{}, {"num_experts": 4, "moe_ffn_hidden_size": 128}], ids=["dense", "experts"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_a_run_that_falls_back_is_one_that_was_resumed_with_the_recipe(tmp_path: Path, recipe: str) -> None:
+def test_a_run_that_falls_back_is_one_that_was_resumed_with_the_recipe(
+    tmp_path: Path, recipe: str, model: dict[str, Any]
+) -> None:
     """Step for step, bit for bit; and it goes on as it was when it is resumed behind that."""
     save = {"save": str(tmp_path / "save"), "save_interval": 1}
-    falls = {"fp8_fallback_recipe": recipe, "fp8_fallback_iter": 4, "hidden_size": 128}
+    falls = {"fp8_fallback_recipe": recipe, "fp8_fallback_iter": 4, "hidden_size": 128, **model}
     train(tmp_path / "straight", **{**FLAGS, **falls, **save})
     load = {"load": str(tmp_path / "save")}
-    train(tmp_path / "other", **{**FLAGS, "fp8_recipe": recipe, "hidden_size": 128}, **load, ckpt_step=3)
+    train(tmp_path / "other", **{**FLAGS, **model, "fp8_recipe": recipe, "hidden_size": 128}, **load, ckpt_step=3)
     assert losses(tmp_path / "straight")[3:] == losses(tmp_path / "other")
     watched = {**falls, "fp8_fallback_iter": None, "fp8_fallback_underflow": 0.9, "fp8_health_interval": 9}
     train(tmp_path / "resumed", **{**FLAGS, **watched}, **load, ckpt_step=5)

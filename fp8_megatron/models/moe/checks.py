@@ -168,11 +168,13 @@ def _precision_problems(config: Config) -> Iterator[str]:
     precision = config.precision
     if precision.precision in ("te", "fp16"):
         yield f"num_experts: experts are in FP8 or BF16, not {precision.precision}; choose --precision fp8 or bf16"
-    if precision.is_fp8 and precision.fp8_recipe not in ("delayed", "tensorwise", "blockwise"):
-        yield (
-            f"num_experts with fp8_recipe({precision.fp8_recipe}): there are no products of experts in its blocks; "
-            f"choose delayed, tensorwise or blockwise"
-        )
+    for name in ("fp8_recipe", "fp8_fallback_recipe"):
+        recipe = getattr(precision, name)
+        if precision.is_fp8 and recipe not in (None, "delayed", "tensorwise", "blockwise"):
+            yield (
+                f"num_experts with {name}({recipe}): there are no products of experts in its blocks; choose tensorwise "
+                f"or blockwise" + (", or delayed" if name == "fp8_recipe" else "")
+            )
 
 
 def _memory_problems(config: Config) -> Iterator[str]:
