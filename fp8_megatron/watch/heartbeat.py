@@ -178,7 +178,7 @@ class Heartbeat:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        self._thread.join(timeout=self.pace.suspect_after)
+        self._thread.join(timeout=3 * self.pace.suspect_after)  # a new connection to a lost store is tried twice
 
     def _run(self) -> None:
         read_at = time.monotonic()
