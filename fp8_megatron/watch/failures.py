@@ -166,18 +166,6 @@ class RankWatch:
             self._say_goodbye()
             return
         self._leaving.set()
-        try:
-            self._leave(error, trace)
-        finally:
-            # If Python ends while the heartbeat's thread is in native code, as with a store that is gone, it aborts.
-            self._heartbeat.close()
-
-    def _leave(self, error: BaseException, trace: TracebackType | None) -> None:
-        """Say why, here and to the other ranks.
-
-        Raises:
-            RankFailure: another rank is the cause.
-        """
         self._told = _first_line(error)
         if not is_broken_collective(error):
             self._log_own_error(error)

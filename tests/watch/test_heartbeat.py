@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +85,25 @@ def test_a_store_that_is_gone_is_noticed() -> None:
         assert not heartbeat.store_error
         del server
         wait_until(lambda: bool(heartbeat.store_error))
+
+
+def test_close_waits_for_a_connection_to_a_store_that_is_gone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tries twice for as long as the store's timeout, and pauses between. Python must not end meanwhile."""
+    heartbeat, begun = start(1), threading.Event()
+
+    def connect(store: torch.distributed.Store) -> torch.distributed.Store:
+        begun.set()
+        time.sleep(2.5 * PACE.suspect_after)
+        raise RuntimeError("timed out")
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(heartbeat_module, "_clone", connect)
+    monkeypatch.setattr(heartbeat, "_store", SimpleNamespace(set=refuse, check=refuse, multi_get=refuse))
+    wait_until(lambda: heartbeat.tick(PACE.interval) or begun.is_set())
+    heartbeat.close()
+    assert not heartbeat._thread.is_alive()
 
 
 @pytest.mark.parametrize("timeout_seconds", [1.0, 30.0, 600.0, 7200.0])
