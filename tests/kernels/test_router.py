@@ -15,7 +15,8 @@ from fp8_megatron.kernels.router import reference
 from fp8_megatron.quantization.stats import snr_db
 
 #: Tokens, experts, experts of a token, groups, groups of a token.
-SIZES = [(40, 8, 2, 0, 0), (33, 128, 8, 0, 0), (16, 5, 3, 0, 0), (20, 4, 1, 0, 0), (24, 64, 8, 8, 4), (24, 60, 6, 6, 3)]
+SIZES = [(40, 8, 2, 0, 0), (33, 128, 8, 0, 0), (16, 5, 3, 0, 0), (20, 4, 1, 0, 0)]
+SIZES += [(24, 64, 8, 8, 4), (24, 60, 6, 6, 3), (24, 64, 7, 8, 3)]
 #: Is a sigmoid, is over all, has a bias.
 SCORES = [(False, False, False), (False, True, False), (True, False, False), (True, False, True)]
 CASES = list(itertools.product(SIZES, SCORES, [1.0, 2.5]))
