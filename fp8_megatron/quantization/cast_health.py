@@ -65,8 +65,10 @@ class CastProbe:
         value = _rows(source, step, fused=operand.format.fuses)
         payload, scales = operand.payload[::step], operand.format.row_scales(operand, step)
         if isinstance(source, ExpertActivationSource | ExpertActivationGradSource):
-            value, payload, scales = _without_unwritten(value, payload, scales, step, source.offsets)
-        self.measure(value, payload, scales)
+            forward = source if isinstance(source, ExpertActivationSource) else source.forward
+            self._measure_tokens(value, payload, scales, forward.probs[::step, None] != 0.0)
+        else:
+            self.measure(value, payload, scales)
 
     @torch.no_grad()
     def measure_weight(self, weight: Tensor, operand: Quantized) -> None:
@@ -103,6 +105,15 @@ class CastProbe:
             scales[:blocks, None][::step],
         )
 
+    def _measure_tokens(self, value: Tensor, payload: Tensor, scales: Tensor, has_token: Tensor) -> None:
+        """Measure the rows of experts that have a token, bool [M, 1]. Of the others, which may not be written, nothing
+        counts."""
+        codes = torch.where(has_token, payload.view(torch.uint8), 0)
+        scales = torch.where(has_token, scales, 1.0)
+        self.measure(torch.where(has_token, value, 0.0), codes.view(payload.dtype), scales)
+        assert self.statistics is not None
+        self.statistics[ops.Statistic.COUNT] -= (~has_token).sum() * value.shape[1]
+
     def _measure_qkv(self, source: QKVGradSource, operand: Quantized) -> None:
         sequence = source.grads[0].shape[0]
         step = min(row_step(*operand.payload.shape), sequence)
@@ -112,15 +123,6 @@ class CastProbe:
         scales = operand.format.row_scales(operand, 1)
         scales = scales.reshape(sequence, -1, scales.shape[1])[::step].reshape(-1, scales.shape[1])
         self.measure(value, payload.view(operand.payload.dtype), scales)
-
-
-def _without_unwritten(
-    value: Tensor, payload: Tensor, scales: Tensor, step: int, offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros, with the scale 1, in every `step`-th row behind the last expert's, where nobody has written."""
-    is_written = (torch.arange(0, len(value) * step, step, device=value.device) < offsets[-1])[:, None]
-    codes = torch.where(is_written, payload.view(torch.uint8), 0)
-    return torch.where(is_written, value, 0.0), codes.view(payload.dtype), torch.where(is_written, scales, 1.0)
 
 
 def row_step(rows: int, columns: int) -> int:

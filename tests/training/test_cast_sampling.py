@@ -87,10 +87,11 @@ def _train_on_ranks(folder: str, flags: dict[str, Any]) -> None:
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128}
 
 
-def casts_of_experts(sample: dict[str, Any]) -> dict[tuple[str, str], tuple[str, float, float]]:
-    """(layer, role) → format, signal-to-noise ratio, underflow."""
-    rows = zip(keys(sample), sample["formats"], sample["snr_db"], sample["underflowed"], strict=True)
-    return {key: (format, snr, lost) for key, format, snr, lost in rows if "experts" in key[0]}
+def casts_of_experts(sample: dict[str, Any]) -> dict[tuple[str, str], tuple[str, float, float, float]]:
+    """(layer, role) → format, signal-to-noise ratio, underflow, kurtosis."""
+    quantities = (sample[name] for name in ("formats", "snr_db", "underflowed", "kurtosis"))
+    found = zip(keys(sample), zip(*quantities, strict=True), strict=True)
+    return {key: values for key, values in found if "experts" in key[0]}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
@@ -108,7 +109,7 @@ def test_casts_of_experts_are_measured(tmp_path: Path, recipe: str) -> None:
             for linear in ("linear_fc1", "linear_fc2")
             for role in ("input", "grad_output")
         ]
-        for key, (format, snr, lost) in found.items():
+        for key, (format, snr, lost, _) in found.items():
             assert snr > (15.0 if recipe == "delayed" else 28.0 if format == "E4M3" else 22.0), (key, format, snr)
             assert lost < 0.01, key
 
@@ -116,16 +117,17 @@ def test_casts_of_experts_are_measured(tmp_path: Path, recipe: str) -> None:
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_casts_of_experts_that_ranks_share(tmp_path: Path, ranks: RankPool, dispatcher: str) -> None:
     """Tokens are measured where they are cast, before they travel: what two ranks measure is what one does, with one
-    scale a block."""
+    scale a block. Rows that have no token, of which two ranks have more, do not count."""
     flags = {**EXPERTS, "fp8_recipe": "blockwise", "train_iters": 1, "micro_batch_size": 2, **BLOCKS}
     train(tmp_path / "one", **flags)
     shared = {"micro_batch_size": 1, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": dispatcher}
     ranks.run(_train_on_ranks, str(tmp_path / "two"), {**flags, **shared}, num_ranks=2)
     one, two = (casts_of_experts(*samples(tmp_path / name)) for name in ("one", "two"))
     assert list(one) == list(two)
-    for key, (format, snr, _) in one.items():
+    for key, (format, snr, _, kurtosis) in one.items():
         if key[1] == "input":
             assert two[key][:2] == (format, pytest.approx(snr, rel=2e-3)), key
+        assert two[key][3] == pytest.approx(kurtosis, rel=0.05), key
 
 
 @pytest.mark.parametrize(
