@@ -325,6 +325,9 @@ class HalfTransformerLayer(TransformerLayer):
         own = replace(submodules, mlp=IdentityOp)
         super().__init__(config, own, *args, pg_collection=pg_collection, **kwargs)
         self.mlp = _built_mlp(submodules.mlp, config, pg_collection, self.layer_number)
+        # --recompute-modules mlp leaves experts alone; megatron-core knows them by a class of its own.
+        if isinstance(self.mlp, MixtureOfExperts):
+            self.recompute_mlp = False
 
 
 def _built_mlp(

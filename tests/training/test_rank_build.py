@@ -27,6 +27,7 @@ from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE, tiny_config
 CPU, META = torch.device("cpu"), torch.device("meta")
 #: A forward beside a backward.
 OVERLAPPED = "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --global-batch-size 8"
+RECOMPUTED = "--recompute-granularity selective --recompute-modules"
 TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 UNEVEN = ParallelConfig(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1)
 
@@ -240,6 +241,8 @@ def _experts(flags: str) -> Config:
         f"{OVERLAPPED} --moe-token-dispatcher-type alltoall",
         f"{OVERLAPPED} --precision bf16",
         "--precision bf16",
+        f"--precision bf16 {RECOMPUTED} mlp",  # which experts are not
+        f"--expert-model-parallel-size 2 {RECOMPUTED} moe",
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
         "--expert-model-parallel-size 2",
@@ -261,7 +264,7 @@ def test_experts(flags: str) -> None:
 
 def test_a_forward_beside_experts_that_are_computed_again() -> None:
     """It is ahead of the backward, by a third of the layers at its end."""
-    config = _experts(f"{OVERLAPPED} --num-layers 8 --recompute-granularity selective --recompute-modules moe")
+    config = _experts(f"{OVERLAPPED} --num-layers 8 {RECOMPUTED} moe")
     alone = replace(config, parallel=replace(config.parallel, overlap_moe_expert_parallel_comm=False))
     peaks = [build_rank(one, world_size=2, stage=0).peak for one in (config, alone)]
     predicted = [predict_peak(one, padded_vocab_size(one), world_size=2).total for one in (config, alone)]

@@ -110,7 +110,8 @@ def recomputed_bytes(config: Config, layer: int) -> float:
 
 def forward_bytes(config: Config, layer: int) -> int:
     """As `Architecture.forward_bytes`: four residual streams, what the router says, the experts' input in a byte, and
-    of each row the input to the activation, its output and the output of the expert."""
+    of each row the input to the activation, its output and the output of the expert. One stream, or what is exchanged
+    of the experts' output, comes when rows are summed. What is computed again of FP8 experts is gone by then."""
     model, is_fp8 = config.model, config.is_fp8_layer(layer)
     if layer not in model.expert_layers:
         return decoder.forward_bytes(config, layer)
@@ -120,6 +121,9 @@ def forward_bytes(config: Config, layer: int) -> int:
     of_token = (4 * _HALF + fp8 * is_fp8) * hidden + 5 * _FP32 * (model.num_experts or 0)
     exchanged = _exchanged(config, rank, has_tokens=config.parallel.gathers_tokens or not is_fp8)
     per_token = rank.own * of_token + rank.rows * of_row + _HALF * rank.shared + exchanged
+    if is_fp8 and "moe" in config.training.recomputed_modules:
+        of_sums = _HALF * hidden * (2 * rank.received or rank.own)
+        per_token -= min(of_sums, rank.rows * _HALF * rank.columns)
     return round(config.tokens_per_micro_batch * per_token)
 
 
