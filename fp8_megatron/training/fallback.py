@@ -35,6 +35,7 @@ class RecipeFallback:
         self._state, precision = state, state.config.precision
         self._recipe, self._at = precision.fp8_fallback_recipe, precision.fp8_fallback_iter
         self._most_underflow = precision.fp8_fallback_underflow
+        self._interval = state.config.logging.fp8_health_interval
         self._fallen: set[str] = set()
         if self._recipe is None:
             return
@@ -48,9 +49,14 @@ class RecipeFallback:
         if self._recipe is not None and self._at is not None and iteration >= self._at:
             self._leave(self._all, f"--fp8-fallback-iter {self._at}", iteration)
 
+    def decides_after(self, iteration: int) -> bool:
+        """Whether the casts of an iteration say which layers leave. They leave before the next one, whether or not the
+        run is saved or ends in between: so a resumed run has the bits of one that was not interrupted."""
+        return self._recipe is not None and self._most_underflow is not None and iteration % self._interval == 0
+
     def sampled(self, sample: HealthSample) -> None:
         """Called with the casts of a sampled step: layers leave that lose too many small values to their outliers."""
-        if self._recipe is None or self._most_underflow is None:
+        if not self.decides_after(sample.iteration):
             return
         lost = {
             _unit(cast.name.layer)

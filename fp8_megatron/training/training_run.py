@@ -165,10 +165,12 @@ class TrainingRun:
             logger.warning("nothing is left to train: iteration %d, %s %d", reached, length, self.config.train_counts)
 
     def _step(self, iteration: int) -> None:
-        """Queue one step, then read the results of the one before."""
+        """Queue one step, then read the results of the one before; its own, too, if the next one depends on them."""
         queued = self._queue_step(iteration, self._begin(iteration))
         self._read_pending()
         self.loop.pending = queued
+        if self.fallback.decides_after(iteration):
+            self._read_pending()
 
     def _begin(self, iteration: int) -> int:
         """Count an iteration and what is due after it. Returns its global batch size, in samples.

@@ -47,6 +47,17 @@ def test_a_run_that_falls_back_is_one_that_was_resumed_with_the_recipe(
     assert fallbacks(tmp_path / "straight") == [(4, layers)] and fallbacks(tmp_path / "resumed") == [(5, layers)]
 
 
+def test_a_run_that_ends_behind_a_sample_goes_on_as_one_that_did_not_end(tmp_path: Path) -> None:
+    """Layers leave before the next step, in a run that has nothing else to wait for there."""
+    watched = {"fp8_fallback_recipe": "tensorwise", "fp8_fallback_underflow": 0.0, "fp8_health_interval": 2}
+    flags = {**FLAGS, **watched, "train_iters": 4}
+    train(tmp_path / "straight", **flags)
+    train(tmp_path / "first", **flags, save=str(tmp_path / "save"), exit_interval=2)
+    train(tmp_path / "then", **flags, load=str(tmp_path / "save"))
+    assert fallbacks(tmp_path / "straight") == fallbacks(tmp_path / "first")
+    assert losses(tmp_path / "straight") == losses(tmp_path / "first") + losses(tmp_path / "then")
+
+
 def _train_on_ranks(folder: str, flags: dict[str, Any]) -> None:
     train(Path(folder), **flags)
 
