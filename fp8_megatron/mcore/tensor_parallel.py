@@ -36,8 +36,9 @@ def _quantize_weight(weight: torch.nn.Parameter, *, is_initialized: bool) -> tor
 
 
 class FallsBack:
-    """A linear layer that may leave delayed scaling for another recipe."""
+    """A linear layer that may leave delayed scaling for another recipe. One in 16 bits has no quantisers."""
 
+    weight: torch.nn.Parameter
     quantizers: LinearQuantizers
     links: LinearLinks
 

@@ -14,8 +14,7 @@ from ..device.memory import cpu_copy
 from ..dtypes import DTYPE_NAMES
 from ..kernels import ops
 from ..mcore.lm_head import FP8OutputLayer
-from ..mcore.moe import ExpertLinear
-from ..mcore.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
+from ..mcore.tensor_parallel import FallsBack
 from ..quantization.cast_health import CastProbe
 from ..quantization.recipe import LinearQuantizers
 from ..reporting.cast_statistics import CastName, CastStatistics, HealthSample
@@ -153,16 +152,11 @@ def _autoscaled(buffers: Sequence[GradBuffer], index: dict[CastName, int]) -> li
     ]
 
 
-def fp8_layers(
-    chunk: torch.nn.Module,
-) -> Iterator[tuple[str, FP8ColumnParallelLinear | FP8RowParallelLinear | ExpertLinear | FP8OutputLayer]]:
-    """(name, layer) of every linear layer, projection of experts and LM head in FP8. Layers are counted over all
-    stages."""
+def fp8_layers(chunk: torch.nn.Module) -> Iterator[tuple[str, FallsBack | FP8OutputLayer]]:
+    """(name, layer) of every linear layer and LM head in FP8. Layers are counted over all stages."""
     offset = next((m.layer_number - 1 for m in chunk.modules() if isinstance(m, TransformerLayer)), 0)
     for name, module in chunk.named_modules():
-        if not isinstance(module, (FP8ColumnParallelLinear, FP8RowParallelLinear, ExpertLinear, FP8OutputLayer)):
-            continue
-        if hasattr(module, "quantizers"):  # experts may be in 16 bits
+        if isinstance(module, (FallsBack, FP8OutputLayer)) and hasattr(module, "quantizers"):
             parts = name.split(".")
             if "layers" in parts:
                 position = parts.index("layers") + 1

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from ..mcore.lm_head import FP8OutputLayer
-from ..mcore.moe import ExpertLinear
-from ..mcore.tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
+from ..mcore.tensor_parallel import FallsBack
 from ..reporting.cast_statistics import HealthSample
 from ..reporting.run_log import EventKind, event
 from .build import TrainingState
@@ -19,7 +18,7 @@ from .cast_sampling import fp8_layers
 
 logger = logging.getLogger(__name__)
 
-_Layer = FP8ColumnParallelLinear | FP8RowParallelLinear | ExpertLinear | FP8OutputLayer
+_Layer = FallsBack | FP8OutputLayer
 
 
 class RecipeFallback:
@@ -52,11 +51,11 @@ class RecipeFallback:
     def decides_after(self, iteration: int) -> bool:
         """Whether the casts of an iteration say which layers leave. They leave before the next one, whether or not the
         run is saved or ends in between: so a resumed run has the bits of one that was not interrupted."""
-        return self._recipe is not None and self._most_underflow is not None and iteration % self._interval == 0
+        return self._most_underflow is not None and iteration % self._interval == 0
 
     def sampled(self, sample: HealthSample) -> None:
         """Called with the casts of a sampled step: layers leave that lose too many small values to their outliers."""
-        if not self.decides_after(sample.iteration):
+        if self._most_underflow is None or not self.decides_after(sample.iteration):
             return
         lost = {
             _unit(cast.name.layer)
