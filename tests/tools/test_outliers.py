@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.outliers import align_
+from benchmarks.outliers import NUM_TOKENS, align_attention_, align_mlp_
 from fp8_megatron.quantization.stats import snr_db
 
 
@@ -18,7 +18,7 @@ def test_one_channel_has_the_outlier_and_the_rest_of_the_mlp_stays(factor: float
     }
     weights["post_attention_layernorm.weight"] = torch.ones(128)
     before = {name: value.clone() for name, value in weights.items()}
-    assert align_(weights, "", factor, channel=7) == pytest.approx(factor, rel=0.02)
+    assert align_mlp_(weights, "", factor, channel=7) == pytest.approx(factor, rel=0.02)
     for name, value in weights.items():
         same = torch.ones_like(value, dtype=torch.bool)
         if "mlp" in name:
@@ -32,3 +32,20 @@ def test_one_channel_has_the_outlier_and_the_rest_of_the_mlp_stays(factor: float
 
     # One channel of 384 has other values, as large as before: twice a 384th of the power is new.
     assert snr_db(outputs(weights), outputs(before)) > 20.0
+
+
+def test_one_channel_of_attentions_input_has_the_outlier_and_the_layer_stays() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"q": 128, "k": 64, "v": 64}
+    names = {name: f"self_attn.{name}_proj.weight" for name in sizes}
+    weights = {names[name]: 0.1 * torch.randn(size, 128, generator=generator) for name, size in sizes.items()}
+    weights["input_layernorm.weight"] = 1.0 + 0.1 * torch.randn(128, generator=generator)
+    before = {name: value.clone() for name, value in weights.items()}
+    align_attention_(weights, "", 1e4, channel=7)
+    x = torch.randn(NUM_TOKENS, 128, generator=generator)
+    inputs, inputs_before = (x * w["input_layernorm.weight"] for w in (weights, before))
+    assert [*(inputs != inputs_before).any(0).nonzero()] == [7]
+    # The largest of 4,096 normal values is 3.8 ± 0.4; these are others than the ones that it was measured with.
+    assert float(inputs[:, 7].abs().amax() / inputs.abs().median()) == pytest.approx(1e4, rel=0.4)
+    for name in names.values():  # one factor is rounded twice: 2⁻²³ of 1/128 of the power
+        assert snr_db(inputs @ weights[name].T, inputs_before @ before[name].T) > 110.0
