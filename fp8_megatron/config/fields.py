@@ -28,6 +28,8 @@ Samples = Annotated[int, Ge(1), Le(MAX_SAMPLES)]
 SamplesOrZero = Annotated[int, Ge(0), Le(MAX_SAMPLES)]
 #: A dimension of the model. The largest published ones are vocabularies and contexts of some millions.
 Size = Annotated[int, Ge(1), Le(2**24)]
+#: Experts of a layer, as many as a router's kernel takes.
+NumExperts = Annotated[int, Ge(1), Le(2**15 - 1)]
 #: The most layers of a model.
 MAX_LAYERS = 100_000
 Layers = Annotated[int, Ge(1), Le(MAX_LAYERS)]

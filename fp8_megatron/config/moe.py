@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .fields import BelowOne, NotNegative, Positive, Size
+from .fields import BelowOne, NotNegative, NumExperts, Positive, Size
 
 #: Losses that balance experts, and their names in reports. Several may be added.
 LOSSES = {
@@ -43,7 +43,7 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
 class MoeConfig:
     """Experts and their router."""
 
-    num_experts: Size | None = None
+    num_experts: NumExperts | None = None
     """Experts of a layer, each of which is an MLP. A router sends every token to some of them. Default: no experts."""
     moe_layer_freq: str = "1"
     """Layers with experts; the others have one MLP. N: the first of every N layers. A list such as [0]*3+[1]*11: layers

@@ -195,6 +195,11 @@ FULL = "--recompute-granularity full "
         (1, "--max-position-embeddings 512", "max_position_embeddings(512) < seq_length(1024); choose at least 1024"),
         # sizes of FP8 GEMMs
         (1, "--fp8-recipe blockwise --ffn-hidden-size 4000", "FP8 GEMM: ffn_hidden_size(4000) is not a multiple of"),
+        (
+            1,
+            "--fp8-fallback-recipe blockwise --fp8-fallback-iter 9 --ffn-hidden-size 4000",
+            "not a multiple of 128; choose one (3968 or 4096), or --fp8-fallback-recipe tensorwise",
+        ),
         (1, "--fp8-recipe mxfp8 --ffn-hidden-size 4016", "FP8 GEMM: ffn_hidden_size(4016) is not a multiple of 32;"),
         (
             4,

@@ -88,6 +88,7 @@ def test_switches_of_speed_have_nothing_to_do() -> None:
             "--no-disable-bias-linear --moe-shared-expert-intermediate-size 64",
             "moe_shared_expert_intermediate_size(64): a shared expert has no biases, as in Megatron; give --disable-bi",
         ),
+        ("--num-experts 32768", "num_experts(32768) is out of range; give --num-experts a whole number of at least 1"),
         ("--moe-router-topk 9", "moe_router_topk(9) > num_experts(8)"),
         ("--moe-router-topk 1", "moe_router_topk(1): the softmax of one score is 1"),
         ("--moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),

@@ -130,8 +130,9 @@ def _width_problems(config: Config) -> Iterator[str]:
     ]
     if model.has_dense_mlps:
         sizes.append((f"ffn_hidden_size({ffn})", ffn, tp))
-    of_one = config.precision.gemm_multiple
-    fix = "--fp8-recipe tensorwise" if config.precision.has_blocks else "--precision bf16"
+    of_one, precision = config.precision.gemm_multiple, config.precision
+    of_blocks = "--fp8-recipe" if precision.fp8_fallback_recipe is None else "--fp8-fallback-recipe"
+    fix = f"{of_blocks} tensorwise" if precision.has_blocks else "--precision bf16"
     for equation, size, ranks in sizes:
         multiple = of_one * ranks
         if size % multiple:
