@@ -63,6 +63,19 @@ def test_quantize_tiles(case: Case, dtype: torch.dtype, power_of_two: bool, guar
         assert_same(actual, wanted.cpu())
 
 
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "power_of_two"])
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_scales_of_amaxes_of_any_size(dtype: torch.dtype, power_of_two: bool) -> None:
+    """Each row has another amax, from the least subnormal number to the largest."""
+    generator = torch.Generator().manual_seed(0)
+    amaxes = torch.randint(1, 0x7F800000, (4096,), generator=generator, dtype=torch.int32).view(torch.float32)
+    x = amaxes[:, None] * (2 * torch.rand(4096, 128, generator=generator) - 1)
+    x[:, 5] = amaxes
+    found = ops.quantize_blocks(x.cuda(), dtype, power_of_two=power_of_two)[:2]
+    for actual, wanted in zip(found, ops.quantize_blocks(x, dtype, power_of_two=power_of_two), strict=False):
+        assert_same(actual, wanted)
+
+
 def test_casts_take_a_strided_input(guards: Guards) -> None:  # noqa: F811
     x = Case((160, 512)).make("cuda")
     for view in (x[:, 64:320], x.t(), x[::2]):

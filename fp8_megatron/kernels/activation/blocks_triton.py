@@ -30,15 +30,16 @@ from ..shapes import cdiv, empty
 from .reference import NO_EXPERTS, ExpertRows
 from .triton import constant, value_and_derivatives, value_of, weighted
 
-#: Rows, or columns, of a tile that a program casts.
-_PART = 32
+#: Rows, or columns, of a tile that a program casts. Few in backward, so that several programs fit on a multiprocessor.
+_PART, _BACKWARD_PART = 32, 16
 _NUM_WARPS = 4
+#: Neighbouring columns that a thread loads, of those that it casts along rows. Fewer leave it fewer columns to scale.
+_TOGETHER = 2
 
 
 @triton.jit
-def _inputs(z, rows, columns, mask, width, F, KIND: tl.constexpr, EVEN: tl.constexpr):
+def _inputs(z, offsets, mask, F, KIND: tl.constexpr, EVEN: tl.constexpr):
     """(z, z), or (gate, up), in FP32."""
-    offsets = rows.to(tl.int64) * width + columns
     first = load_inside(z + offsets, mask, EVEN).to(tl.float32)
     second = first
     if KIND[1]:
@@ -61,19 +62,18 @@ def _activate(
     rows = first_row + tl.arange(0, PART)[:, None]
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     width = 2 * F if KIND[1] else F
-    first, second = _inputs(z, rows, columns, rows < T, width, F, KIND, EVEN)
+    first, second = _inputs(z, rows.to(tl.int64) * width + columns, rows < T, F, KIND, EVEN)
     values = weighted(value_of(first, second, KIND), probs, rows, EXPERTS)
     cast_block_rows(values, payload, scales, rows, block, T, F, FP_MAX, POWER_OF_TWO, EVEN, BLOCK)
 
 
 @triton.jit
 def _grads(
-    grad, z, probs, rows, columns, T, F, width, KIND: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+    grad, z, probs, offsets, z_offsets, rows, mask, F, KIND: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr
+):
     """The activation, times the probability of its row; the gradients of z's halves; and grad times activation."""
-    mask = rows < T
-    first, second = _inputs(z, rows, columns, mask, width, F, KIND, EVEN)
-    g = load_inside(grad + rows.to(tl.int64) * F + columns, mask, EVEN).to(tl.float32)
+    first, second = _inputs(z, z_offsets, mask, F, KIND, EVEN)
+    g = load_inside(grad + offsets, mask, EVEN).to(tl.float32)
     value, d_first, d_second = value_and_derivatives(first, second, KIND)
     product = g * value
     g = weighted(g, probs, rows, EXPERTS)
@@ -86,10 +86,13 @@ def _backward_rows(
     FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, KIND: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """PART rows of one block each."""
-    rows = first_row + tl.arange(0, PART)[:, None]
+    """PART rows of one block each; grad, z and probs begin at the first row."""
+    lane = tl.arange(0, PART)[:, None]
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    _, g_first, g_second, product = _grads(grad, z, probs, rows, columns, T, F, width, KIND, EXPERTS, EVEN)
+    rows = first_row + lane
+    _, g_first, g_second, product = _grads(
+        grad, z, probs, lane * F + columns, lane * width + columns, lane, rows < T, F, KIND, EXPERTS, EVEN
+    )
     if EXPERTS:
         tl.store(sums + tl.cast(block, tl.int64) * T + rows, tl.sum(product, axis=1, keep_dims=True))
     cast_block_rows(g_first, payload, scales, rows, block, T, width, FP_MAX, POWER_OF_TWO, EVEN, BLOCK)
@@ -102,15 +105,18 @@ def _backward_rows(
 def _backward_columns(
     grad, z, probs, payload_t, scales_t, activation_t, activation_scales, sums, T, F, width, tile_m, k0,
     FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, SUM_COLUMNS: tl.constexpr, KIND: tl.constexpr,
-    EXPERTS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    EXPERTS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """PART columns of one block each, transposed."""
-    rows = tile_m * BLOCK + 4 * tl.arange(0, BLOCK // 4)[:, None]  # T is a multiple of 4: four are in or out together
-    columns = k0 + tl.arange(0, PART)[None, :]
-    a0, f0, s0, _ = _grads(grad, z, probs, rows, columns, T, F, width, KIND, EXPERTS, EVEN)
-    a1, f1, s1, _ = _grads(grad, z, probs, rows + 1, columns, T, F, width, KIND, EXPERTS, EVEN)
-    a2, f2, s2, _ = _grads(grad, z, probs, rows + 2, columns, T, F, width, KIND, EXPERTS, EVEN)
-    a3, f3, s3, _ = _grads(grad, z, probs, rows + 3, columns, T, F, width, KIND, EXPERTS, EVEN)
+    """PART columns of one block each, transposed; grad, z and probs begin at the first row. A thread loads `TOGETHER`
+    columns at a time."""
+    lane = 4 * tl.arange(0, BLOCK // 4)[:, None]
+    columns = k0 + tl.max_contiguous(tl.arange(0, PART), TOGETHER)[None, :]
+    inside = tile_m * BLOCK + lane < T  # T is a multiple of 4: four rows are in or out together
+    at, z_at = lane * F + columns, lane * width + columns
+    a0, f0, s0, _ = _grads(grad, z, probs, at, z_at, lane, inside, F, KIND, EXPERTS, EVEN)
+    a1, f1, s1, _ = _grads(grad + F, z + width, probs + 1, at, z_at, lane, inside, F, KIND, EXPERTS, EVEN)
+    a2, f2, s2, _ = _grads(grad + 2 * F, z + 2 * width, probs + 2, at, z_at, lane, inside, F, KIND, EXPERTS, EVEN)
+    a3, f3, s3, _ = _grads(grad + 3 * F, z + 3 * width, probs + 3, at, z_at, lane, inside, F, KIND, EXPERTS, EVEN)
     cast_transposed(
         a0, a1, a2, a3, activation_t, activation_scales, T, F, tile_m, k0, FP_MAX, POWER_OF_TWO, EVEN, BLOCK, PART
     )  # fmt: skip
@@ -132,27 +138,31 @@ def _backward_columns(
 def _activate_backward(
     grad, z, probs, offsets, payload, scales, payload_t, scales_t, activation_t, activation_scales, sums, T, F, E,
     FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, SUM_COLUMNS: tl.constexpr, KIND: tl.constexpr,
-    EXPERTS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    EXPERTS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """A part of one layout of a tile of BLOCK rows and columns. A tile's programs are neighbours; odd ones write the
     transposes. sums: with `EXPERTS` FP32 [F / BLOCK, T], grad times activation of a block's columns; with `SUM_COLUMNS`
-    FP32 [tiles of rows, width]."""
+    FP32 [tiles of rows, width]. Offsets inside a tile are 32 bits."""
     PARTS: tl.constexpr = BLOCK // PART
     width = 2 * F if KIND[1] else F
-    tile, part = tl.program_id(0) // (2 * PARTS), tl.program_id(0) // 2 % PARTS
-    tile_m, block = tile // (F // BLOCK), tile % (F // BLOCK)
+    block, part, tile_m = tl.program_id(0) // (2 * PARTS), tl.program_id(0) // 2 % PARTS, tl.program_id(1)
     end = tl.load(offsets + E) if EXPERTS else T
     if tile_m * BLOCK >= end:
         return
-    if tl.program_id(0) % 2 == 0:
+    is_rows = tl.program_id(0) % 2 == 0
+    first_row = tile_m * BLOCK + (part * PART if is_rows else 0)
+    grad += tl.cast(first_row, tl.int64) * F
+    z += tl.cast(first_row, tl.int64) * width
+    probs += first_row
+    if is_rows:
         _backward_rows(
-            grad, z, probs, payload, scales, sums, T, F, width, tile_m * BLOCK + part * PART, block,
+            grad, z, probs, payload, scales, sums, T, F, width, first_row, block,
             FP_MAX, POWER_OF_TWO, KIND, EXPERTS, EVEN, BLOCK, PART,
         )  # fmt: skip
     else:
         _backward_columns(
             grad, z, probs, payload_t, scales_t, activation_t, activation_scales, sums, T, F, width, tile_m,
-            block * BLOCK + part * PART, FP_MAX, POWER_OF_TWO, SUM_COLUMNS, KIND, EXPERTS, EVEN, BLOCK, PART,
+            block * BLOCK + part * PART, FP_MAX, POWER_OF_TWO, SUM_COLUMNS, KIND, EXPERTS, EVEN, BLOCK, PART, TOGETHER,
         )  # fmt: skip
 
 
@@ -230,11 +240,21 @@ def _launches(
 ) -> tuple[PreparedLaunch, PreparedLaunch]:
     """Forward and backward."""
     cast = (T, F, num_experts, fp_max, power_of_two)
-    rows = (kind, num_experts > 0, T % GEMM_BLOCK == 0, GEMM_BLOCK, _PART)
-    parts = cdiv(T, GEMM_BLOCK) * (F // GEMM_BLOCK) * (GEMM_BLOCK // _PART)
+    rows = (kind, num_experts > 0, T % GEMM_BLOCK == 0, GEMM_BLOCK)
+    tiles, blocks = cdiv(T, GEMM_BLOCK), F // GEMM_BLOCK
     return (
-        PreparedLaunch(_activate, (parts,), *cast, *rows, num_warps=_NUM_WARPS, enable_fp_fusion=True),
         PreparedLaunch(
-            _activate_backward, (2 * parts,), *cast, column_sums, *rows, num_warps=_NUM_WARPS, enable_fp_fusion=True
+            _activate,
+            (tiles * blocks * (GEMM_BLOCK // _PART),),
+            *(*cast, *rows, _PART),
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=True,
+        ),
+        PreparedLaunch(
+            _activate_backward,
+            (2 * blocks * (GEMM_BLOCK // _BACKWARD_PART), tiles),
+            *(*cast, column_sums, *rows, _BACKWARD_PART, _TOGETHER),
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=True,
         ),
     )

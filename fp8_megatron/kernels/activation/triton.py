@@ -23,6 +23,7 @@ from ..quantize.triton import (
     MAX_PARTIALS,
     add_cast,
     add_clamped,
+    approximate_reciprocal,
     encode,
     larger_magnitude,
     load_inside,
@@ -79,13 +80,7 @@ def load_inputs(z, rows, columns, mask, F, KIND: tl.constexpr):
 @triton.jit
 def _sigmoid(x):
     """1 / (1 + e⁻ˣ) in two special-function instructions. The backward kernel has few to spare."""
-    return _inverse(1.0 + tl.exp2(-_LOG2_E * x))
-
-
-@triton.jit
-def _inverse(x):
-    """1 / x, to 1 ulp."""
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return approximate_reciprocal(1.0 + tl.exp2(-_LOG2_E * x))
 
 
 @triton.jit
@@ -96,7 +91,7 @@ def _normal(x):
     up to x = 14, which is 1.5e-7.
     """
     density = _DENSITY_AT_0 * tl.exp2((-0.5 * _LOG2_E) * (x * x))
-    t = _inverse(1.0 + 0.3 * tl.abs(x))
+    t = approximate_reciprocal(1.0 + 0.3 * tl.abs(x))
     p = 0.08942365509588004 * t - 0.39405073624264736
     p = p * t + 0.5172532615179624
     p = p * t - 0.13456644773114904

@@ -25,8 +25,7 @@ from ..quantize.triton import (
     load_inside,
     magnitude_bits,
     no_values,
-    reciprocal,
-    scale_from_amax_bits,
+    scales_and_reciprocals,
 )
 from ..shapes import cdiv, empty, empty_vector
 from .triton import STAGES, forward_shape, normalize, num_multiprocessors
@@ -67,8 +66,8 @@ def _norm_quantize_blocks(
             tl.store(mean_out + rows, mean, mask=rows < T)
         tl.store(rstd_out + rows, rstd, mask=rows < T)
         cut = tl.reshape(y, (ROWS, BLOCKS, BLOCK))
-        scale = scale_from_amax_bits(tl.max(magnitude_bits(cut), axis=2), FP_MAX, POWER_OF_TWO)
-        encoded = encode(cut, reciprocal(scale)[:, :, None], FP_MAX, payload.dtype.element_ty)
+        scale, inverse = scales_and_reciprocals(tl.max(magnitude_bits(cut), axis=2), FP_MAX, POWER_OF_TWO)
+        encoded = encode(cut, inverse[:, :, None], FP_MAX, payload.dtype.element_ty)
         tl.store(payload + base + offsets, tl.reshape(encoded, (ROWS, WIDTH)), mask=mask)
         tl.store(scales + blocks * tl.cast(T, tl.int64) + rows[:, None], scale, mask=scales_mask)
 

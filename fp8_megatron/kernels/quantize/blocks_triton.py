@@ -26,11 +26,13 @@ from ..shapes import cdiv
 from .blocks import block_scales_shape, tile_scales_shape
 from .triton import (
     encode,
+    larger_magnitude,
     load_inside,
     magnitude_bits,
     no_values,
     reciprocal,
     scale_from_amax_bits,
+    scales_and_reciprocals,
     store_transposed,
     sum_of_programs,
 )
@@ -95,14 +97,14 @@ def _cast_rows(
     m0, k0 = part_m * PART, tile_k * BLOCK
     dtype: tl.constexpr = payload.dtype.element_ty
     x0, x1, x2, x3, offsets, mask = _load_tile(x, m0, k0, M, K, EVEN, PART, BLOCK)
-    s0 = scale_from_amax_bits(tl.max(magnitude_bits(x0), axis=1), FP_MAX, POWER_OF_TWO)
-    s1 = scale_from_amax_bits(tl.max(magnitude_bits(x1), axis=1), FP_MAX, POWER_OF_TWO)
-    s2 = scale_from_amax_bits(tl.max(magnitude_bits(x2), axis=1), FP_MAX, POWER_OF_TWO)
-    s3 = scale_from_amax_bits(tl.max(magnitude_bits(x3), axis=1), FP_MAX, POWER_OF_TWO)
-    q0 = encode(x0, reciprocal(s0)[:, None], FP_MAX, dtype)
-    q1 = encode(x1, reciprocal(s1)[:, None], FP_MAX, dtype)
-    q2 = encode(x2, reciprocal(s2)[:, None], FP_MAX, dtype)
-    q3 = encode(x3, reciprocal(s3)[:, None], FP_MAX, dtype)
+    s0, i0 = scales_and_reciprocals(tl.max(magnitude_bits(x0), axis=1), FP_MAX, POWER_OF_TWO)
+    s1, i1 = scales_and_reciprocals(tl.max(magnitude_bits(x1), axis=1), FP_MAX, POWER_OF_TWO)
+    s2, i2 = scales_and_reciprocals(tl.max(magnitude_bits(x2), axis=1), FP_MAX, POWER_OF_TWO)
+    s3, i3 = scales_and_reciprocals(tl.max(magnitude_bits(x3), axis=1), FP_MAX, POWER_OF_TWO)
+    q0 = encode(x0, i0[:, None], FP_MAX, dtype)
+    q1 = encode(x1, i1[:, None], FP_MAX, dtype)
+    q2 = encode(x2, i2[:, None], FP_MAX, dtype)
+    q3 = encode(x3, i3[:, None], FP_MAX, dtype)
     _store_tile(payload, q0, q1, q2, q3, offsets, mask, K, EVEN)
     rows = m0 + tl.arange(0, PART)
     _store_inside(scales + tile_k.to(tl.int64) * M + rows, _interleaved(s0, s1, s2, s3, PART), rows < M, EVEN)
@@ -116,9 +118,10 @@ def cast_block_rows(
     FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The block `block` of some rows [R, 1], given as FP32 [R, BLOCK] → payload [M, K] and scales [K / BLOCK, M]."""
-    scale = scale_from_amax_bits(tl.max(magnitude_bits(values), axis=1, keep_dims=True), FP_MAX, POWER_OF_TWO)
+    bits = tl.max(magnitude_bits(values), axis=1, keep_dims=True)
+    scale, inverse = scales_and_reciprocals(bits, FP_MAX, POWER_OF_TWO)
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    encoded = encode(values, reciprocal(scale), FP_MAX, payload.dtype.element_ty)
+    encoded = encode(values, inverse, FP_MAX, payload.dtype.element_ty)
     _store_inside(payload + rows.to(tl.int64) * K + columns, encoded, rows < M, EVEN)
     _store_inside(scales + tl.cast(block, tl.int64) * M + rows, scale, rows < M, EVEN)
 
@@ -146,20 +149,17 @@ def cast_transposed(
 ):  # fmt: skip
     """PART columns from `k0` of one block each → payload_t [K, M] and scales_t [M / BLOCK, K]; the rows 4i, 4i+1, 4i+2
     and 4i+3 of the row `tile_m` of tiles are given."""
-    m0 = tile_m * BLOCK
+    largest = larger_magnitude(larger_magnitude(larger_magnitude(tl.abs(x0.to(tl.float32)), x1), x2), x3)
+    bits = tl.max(magnitude_bits(largest), axis=0)
     dtype: tl.constexpr = payload_t.dtype.element_ty
-    bits = tl.maximum(
-        tl.maximum(magnitude_bits(x0), magnitude_bits(x1)), tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-    )
-    scale = scale_from_amax_bits(tl.max(bits, axis=0), FP_MAX, POWER_OF_TWO)
+    scale, inverse = scales_and_reciprocals(bits, FP_MAX, POWER_OF_TWO)
     columns = k0 + tl.arange(0, PART)
     _store_inside(scales_t + tile_m.to(tl.int64) * K + columns, scale, columns < K, EVEN)
-    inverse = reciprocal(scale)[None, :]
-    q0 = encode(x0, inverse, FP_MAX, dtype)
-    q1 = encode(x1, inverse, FP_MAX, dtype)
-    q2 = encode(x2, inverse, FP_MAX, dtype)
-    q3 = encode(x3, inverse, FP_MAX, dtype)
-    store_transposed(q0, q1, q2, q3, payload_t, m0, k0, M, K, BLOCK, PART, EVEN)
+    q0 = encode(x0, inverse[None, :], FP_MAX, dtype)
+    q1 = encode(x1, inverse[None, :], FP_MAX, dtype)
+    q2 = encode(x2, inverse[None, :], FP_MAX, dtype)
+    q3 = encode(x3, inverse[None, :], FP_MAX, dtype)
+    store_transposed(q0, q1, q2, q3, payload_t, tile_m * BLOCK, k0, M, K, BLOCK, PART, EVEN)
 
 
 @triton.jit

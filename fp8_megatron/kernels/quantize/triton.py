@@ -67,7 +67,13 @@ def larger_magnitude(largest, x):
 @triton.jit
 def scale_from_amax_bits(bits, FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """`reference.scale_from_amax` of an amax given as `magnitude_bits`."""
-    scale = tl.maximum(tl.div_rn(bits.to(tl.float32, bitcast=True), FP_MAX), _SMALLEST_NORMAL)
+    return _scale_of(bits, tl.div_rn(bits.to(tl.float32, bitcast=True), FP_MAX), POWER_OF_TWO)
+
+
+@triton.jit
+def _scale_of(bits, quotient, POWER_OF_TWO: tl.constexpr):
+    """The scale, from the amax's bits and the amax divided by the format's largest number."""
+    scale = tl.maximum(quotient, _SMALLEST_NORMAL)
     if POWER_OF_TWO:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(bits == 0, 1.0, scale)
@@ -78,6 +84,28 @@ def scale_from_amax_bits(bits, FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr)
 def reciprocal(scale):
     """1 / scale, correctly rounded."""
     return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def approximate_reciprocal(x):
+    """1 / x, to 1 ulp."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def scales_and_reciprocals(bits, FP_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """`scale_from_amax_bits` and its `reciprocal`, without a division's branches, for kernels with many scales.
+
+    The remainder of a quotient that is off by one unit, times the divisor's rounded reciprocal, corrects it (Markstein,
+    IBM J. Res. Dev. 34, 1990). The reciprocal is computed as ``rcp.rn.f32`` does where result and operand are normal
+    numbers, as those of a scale are.
+    """
+    amax = bits.to(tl.float32, bitcast=True)
+    quotient = amax * (1.0 / FP_MAX)
+    quotient = tl.fma(tl.fma(quotient, -FP_MAX, amax), 1.0 / FP_MAX, quotient)
+    scale = _scale_of(bits, quotient, POWER_OF_TWO)
+    inverse = approximate_reciprocal(scale)
+    return scale, tl.fma(tl.fma(-scale, inverse, 1.0), inverse, inverse)
 
 
 @triton.jit
