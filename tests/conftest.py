@@ -20,6 +20,12 @@ from tests.harness.ranks import RankPool
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test for a GPU is left out where there is none."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a GPU with FP8 tensor cores")
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """A test draws the same numbers alone, in any order and on any machine."""

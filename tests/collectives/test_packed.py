@@ -74,7 +74,6 @@ def test_what_is_not_finite_stays_so_in_its_block() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("shape", [*SHAPES, (1024, 4, 512)])
 def test_a_gpus_bytes_are_a_cpus(shape: tuple[int, int, int], dtype: torch.dtype) -> None:

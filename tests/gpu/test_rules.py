@@ -15,10 +15,7 @@ from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from tests.any_model.test_rules import MAKERS, with_adamw
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
-]
+pytestmark = pytest.mark.gpu
 
 
 RULES: dict[str, Any] = {**MAKERS, "muon": with_adamw}

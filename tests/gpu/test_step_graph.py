@@ -18,10 +18,7 @@ from tests.harness.chat_tokenizer import save_chat_tokenizer, talk, write_lines
 from tests.harness.runs import EXPERT_FLAGS, GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
 from tests.harness.token_files import write_token_files
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
-]
+pytestmark = pytest.mark.gpu
 
 MODEL = {
     **GPU_RUN,

@@ -75,11 +75,7 @@ def test_a_product_of_zeros_behind_an_addend_tells_nothing(monkeypatch: pytest.M
     assert fastest(2, launch, out, addend) == int(product)
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
-
-
 @pytest.mark.gpu
-@gpu
 @pytest.mark.parametrize("has_addend", [False, True])
 def test_the_choice_is_fast_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch, has_addend: bool) -> None:
     """GPT-345M's fc1, where the heuristic's first algorithm is slow."""
@@ -128,7 +124,6 @@ def test_the_choice_is_fast_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.gpu
-@gpu
 @pytest.mark.parametrize("shape", [(512, 1536, 256), (32768, 3072, 1024), (8192, 4096, 16384)], ids=str)
 def test_the_heuristic_names_the_same_first_algorithm_alone(shape: tuple[int, int, int]) -> None:
     """Graphs and lists that are made before a shape is timed take it."""
@@ -143,7 +138,6 @@ def test_the_heuristic_names_the_same_first_algorithm_alone(shape: tuple[int, in
 
 
 @pytest.mark.gpu
-@gpu
 def test_a_recorded_launch_is_timed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublaslt, "_plans", {})
     monkeypatch.setattr(cublaslt, "_chosen", {})

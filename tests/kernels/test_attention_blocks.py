@@ -9,7 +9,6 @@ from torch import Tensor
 from fp8_megatron.kernels import ops
 
 SCALE = 0.2
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def summands(dtype: torch.dtype, rows: list[int], *, at_end: bool = True) -> tuple[list[Tensor], list[Tensor]]:
@@ -64,7 +63,7 @@ def test_sums_of_parts(rows: list[int], at_end: bool) -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 class TestOnAGPU:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_merged_outputs(self, rows: list[int]) -> None:
         """The GPU's exponentials differ in their last bits: a weight by 2⁻²⁰, and a BF16 output by one rounding."""
@@ -97,7 +96,6 @@ BLOCKS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 @pytest.mark.parametrize(("causal", "length", "keys", "groups", "batch", "in_one"), BLOCKS)
 def test_kernels_compute_blocks(

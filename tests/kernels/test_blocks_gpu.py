@@ -13,7 +13,7 @@ from tests.kernels.cases import FILLS, FP8, INPUT_DTYPES, Case
 from tests.kernels.test_blocks import FORMATS, SHAPES, operands, product_in_float64, snr_db
 from tests.kernels.test_triton import Guards, assert_same, guards  # noqa: F401
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 CASES = (
     [Case(shape, dtype) for shape in SHAPES for dtype in INPUT_DTYPES]

@@ -21,9 +21,7 @@ from fp8_megatron.kernels import ops
 
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 #: Rows and columns: one tile with a border, many programs, rows as long as GPT-7B's, rows beyond the CUDA kernel's.
 SHAPES = [(48, 96), (4096, 1024), (160, 4096), (64, 8192)]

@@ -18,10 +18,7 @@ from fp8_megatron.kernels.quantize import blocks
 from fp8_megatron.quantization.stats import snr_db
 from tests.kernels.test_fused_triton import FP32_DB, assert_same_payload, normal
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
-]
+pytestmark = pytest.mark.gpu
 
 #: BF16 values of which a few are rounded to the neighbour.
 BF16_DB = 70.0

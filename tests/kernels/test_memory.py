@@ -26,7 +26,6 @@ def test_memory_is_torchs() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_of_a_gpu_is_torchs() -> None:
     """With and without the device's number."""
     check(torch.device("cuda", 0))

@@ -29,10 +29,7 @@ from tests.kernels.test_exact_triton import (
 )
 from tests.kernels.test_triton import Guards
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8 tensor cores"),
-]
+pytestmark = pytest.mark.gpu
 
 _GRAD: Form = (E4M3, 128)
 #: Gradient, momentum and elements of a step: O3, int8, O1, a bfloat16 run, and sizes that end inside of a program.

@@ -25,8 +25,6 @@ SHARED_BYTES = 232_448
 WITH_BOTH_LAYOUTS = (512, 768, 1024, 1280, 2048, 2560, 3072, 4096, 5120)
 ROWS_ALONE = ((6144, 1), (8192, 2), (4096, 4), (1024, 8))
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
-
 
 def chosen_plan(columns: int, parts: int = 1, *, transposed: bool = True) -> KernelPlan | None:
     return plan(columns, parts, transposed=transposed, shared_bytes=SHARED_BYTES)
@@ -93,7 +91,6 @@ def check(
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("columns", [*WITH_BOTH_LAYOUTS, 6144, 1600])
 @pytest.mark.parametrize(("rms", "has_bias", "has_residual"), [*product([False, True], repeat=3)])
 def test_both_layouts(columns: int, rms: bool, has_bias: bool, has_residual: bool) -> None:
@@ -102,7 +99,6 @@ def test_both_layouts(columns: int, rms: bool, has_bias: bool, has_residual: boo
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("rows", [32, 64, 100, 4096])
 def test_few_rows_and_broken_tiles(rows: int) -> None:
     check(rows, 1024)
@@ -110,14 +106,12 @@ def test_few_rows_and_broken_tiles(rows: int) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(("columns", "parts"), [*ROWS_ALONE, (5120, 2), (4096, 2), (2048, 2), (12288, 2)])
 def test_rows_alone(columns: int, parts: int) -> None:
     check(1000, columns, parts=parts, transposed=False)
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("damage", [float("nan"), float("inf")])
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "both_layouts"])
 def test_what_is_not_finite_stays_so(damage: float, transposed: bool) -> None:
@@ -125,7 +119,6 @@ def test_what_is_not_finite_stays_so(damage: float, transposed: bool) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("operand", [0, 1, 2, 3], ids=["grad", "residual", "x", "weight"])
 def test_operands_at_odd_addresses(operand: int) -> None:
     """Views into a buffer, two bytes beside a vector's address."""
@@ -143,7 +136,6 @@ def test_operands_at_odd_addresses(operand: int) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_the_same_bits_again() -> None:
     """Column sums are added up in one order."""
     x, weight, grad = (normal(*shape, seed=1).cuda() for shape in ((8192, 1024), (1024,), (1, 8192, 1024)))
@@ -160,7 +152,6 @@ def test_the_same_bits_again() -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 def test_it_compiles(capability: tuple[int, int]) -> None:
     chosen = chosen_plan(4096)

@@ -21,7 +21,6 @@ from tests.kernels.test_rope import (
     exact,
     gradients,
     normal,
-    on_a_gpu,
     on_gpu,
     rotation_of,
 )
@@ -108,7 +107,6 @@ def test_fp8_gradients_are_cast_as_their_values(shape: tuple[int, ...], interlea
 
 
 @pytest.mark.gpu
-@on_a_gpu
 @INTERLEAVED
 @shapes
 @pytest.mark.parametrize("size", [None, 1, 3])
@@ -130,7 +128,6 @@ def test_kernels_cast_heads_bit_for_bit(
 
 
 @pytest.mark.gpu
-@on_a_gpu
 @INTERLEAVED
 @shapes
 @pytest.mark.parametrize("by_head", [False, True], ids=["by_token", "by_head"])
@@ -159,7 +156,6 @@ def test_kernels_cast_fp8_gradients_bit_for_bit(shape: tuple[int, ...], interlea
 
 
 @pytest.mark.gpu
-@on_a_gpu
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[5] == 0], ids=str)
 def test_kernels_without_angles_move_the_same_values(shape: tuple[int, ...]) -> None:
     rotation, y, grads = rotation_of(shape, False), projected(shape), gradients(shape)

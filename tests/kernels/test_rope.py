@@ -29,7 +29,6 @@ SHAPES = [
 ]
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8 tensor cores")
 
 
 def normal(*shape: int, seed: int, size: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -192,7 +191,6 @@ def test_norms_heads_before_rotating_them(shape: tuple[int, ...], rms: bool, int
 
 
 @pytest.mark.gpu
-@on_a_gpu
 @INTERLEAVED
 @STYLES
 @pytest.mark.parametrize("shape", NORMED, ids=str)
@@ -231,7 +229,6 @@ def on_gpu(rotation: Rotation) -> Rotation:
 
 
 @pytest.mark.gpu
-@on_a_gpu
 @INTERLEAVED
 @shapes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -252,7 +249,6 @@ def test_kernels_rotate_bit_for_bit(shape: tuple[int, ...], interleaved: bool, d
 
 
 @pytest.mark.gpu
-@on_a_gpu
 @INTERLEAVED
 @shapes
 @pytest.mark.parametrize("by_head", [False, True], ids=["by_token", "by_head"])

@@ -50,7 +50,6 @@ def test_a_sample_is_counted_whole() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("is_sample", [False, True])
 @pytest.mark.parametrize("numel", [1, 130, 4096, SAMPLED_FROM - 1, SAMPLED_FROM + 77, 3 * SAMPLED_FROM + 128 * 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

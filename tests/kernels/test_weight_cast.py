@@ -35,7 +35,6 @@ def stored(shape: tuple[int, int], block: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8 tensor cores")
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize(("shape", "block"), CASES, ids=str)
 def test_the_bits_of_decoding_first(shape: tuple[int, int], block: int, dtype: torch.dtype, guards: Guards) -> None:  # noqa: F811
@@ -52,7 +51,6 @@ def test_the_bits_of_decoding_first(shape: tuple[int, int], block: int, dtype: t
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8 tensor cores")
 def test_large_weight(guards: Guards) -> None:  # noqa: F811
     """More programs than multiprocessors, in the block that the optimizer stores."""
     weight, scales = stored((4096, 1024), STATE_BLOCK)
@@ -64,7 +62,6 @@ def test_large_weight(guards: Guards) -> None:  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8 tensor cores")
 def test_rows_in_no_fours_have_no_transpose() -> None:
     weight, scales = stored((18, 128), 256)
     with pytest.raises(ValueError, match="M=18"):
@@ -89,7 +86,7 @@ def test_specification(shape: tuple[int, int], block: int, transposed: bool) -> 
         "cpu",
         pytest.param(
             "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")],
+            marks=pytest.mark.gpu,
         ),
     ],
 )

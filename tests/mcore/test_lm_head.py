@@ -101,10 +101,7 @@ def current(power_of_two: bool = False) -> HeadQuantizers:
     return Recipe("tensorwise", power_of_two).head_quantizers()
 
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -287,7 +284,6 @@ def test_keeps_its_input_and_the_logits_only(num_parts: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
 def test_peak_memory() -> None:
     """Beside the logits no more than a third of them, as the first of three parts is cast; wgrad's output is later."""
     tokens, hidden, vocabulary = 4096, 1024, 50304
