@@ -7,30 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_megatron.config.io import parse_config
 from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.formats.tensorwise import Tensorwise
 from fp8_megatron.quantization.weight_grad import WeightGradSum
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
-from fp8_megatron.training.trainer import Trainer
-from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
+from tests.harness.runs import GPU_LLAMA_RUN
+from tests.harness.training_states import losses
+from tests.parallel.layouts import RECOMPUTE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
-]
+pytestmark = pytest.mark.gpu
 
-MODEL = {**GPU_RUN, **LLAMA_STYLE_FLAGS, "num_layers": 4, "cuda_graph_impl": "none"}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-CHUNKS = {"mlp_chunks_for_training": 3}
-
-
-def records(output_dir: Path, **overrides: object) -> list[dict]:
-    """Of every step of a run on random tokens, two micro-batches a step."""
-    settings = {**MODEL, "global_batch_size": 8, "train_iters": 12, **overrides}
-    Trainer(parse_config(tiny_flags(output_dir, **settings))).fit()
-    return [record for record in read_rows(output_dir / METRICS_FILE) if record["kind"] == "train"]
+#: Two micro-batches a step.
+MODEL = {**GPU_LLAMA_RUN, "global_batch_size": 8, "train_iters": 12}
+FULL, MLP = RECOMPUTE["full"], RECOMPUTE["mlp"]
 
 
 @pytest.mark.parametrize(
@@ -47,8 +35,8 @@ def records(output_dir: Path, **overrides: object) -> list[dict]:
 )
 def test_the_losses_follow(tmp_path: Path, form: dict) -> None:
     """As `test_training.test_every_level_follows_bf16`: 1% over the last five steps."""
-    whole, parts = records(tmp_path / "whole", **form), records(tmp_path / "parts", **form, **CHUNKS)
-    expected, measured = ([record["loss"] for record in run] for run in (whole, parts))
+    expected = losses(tmp_path / "whole", **MODEL | form)
+    measured = losses(tmp_path / "parts", **MODEL | form, mlp_chunks_for_training=3)
     assert len(measured) == 12
     assert measured[0] == pytest.approx(expected[0], rel=1e-3)
     assert sum(measured[-5:]) == pytest.approx(sum(expected[-5:]), rel=1e-2)

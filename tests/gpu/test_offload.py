@@ -9,36 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_megatron.config.io import parse_config
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.train_step import train_step
-from fp8_megatron.training.trainer import Trainer
-from tests.harness.runs import GPU_RUN, LLAMA_STYLE_FLAGS, tiny_flags
-from tests.harness.training_states import step_without_waiting, training_states
+from tests.harness.runs import GPU_LLAMA_RUN
+from tests.harness.training_states import losses, step_without_waiting, training_states
+from tests.parallel.layouts import RECOMPUTE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
-]
+pytestmark = pytest.mark.gpu
 
-MODEL = {**GPU_RUN, **LLAMA_STYLE_FLAGS, "num_layers": 8, "fp8_recipe": "delayed", "cuda_graph_impl": "none"}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+MODEL = {**GPU_LLAMA_RUN, "num_layers": 8, "fp8_recipe": "delayed"}
+#: Two micro-batches a step.
+RUN = {**MODEL, "global_batch_size": 8, "train_iters": 12}
+FULL, MLP = RECOMPUTE["full"], RECOMPUTE["mlp"]
 MOVED = {"cpu_offloading_num_layers": 7}
-
-
-def losses(output_dir: Path, **overrides: object) -> list[float]:
-    """Of every step of a run on random tokens, two micro-batches a step."""
-    settings = {**MODEL, "global_batch_size": 8, "train_iters": 12, **overrides}
-    Trainer(parse_config(tiny_flags(output_dir, **settings))).fit()
-    return [r["loss"] for r in read_rows(output_dir / METRICS_FILE) if r["kind"] == "train"]
 
 
 @pytest.mark.parametrize(
     "form", [{}, MLP, FULL, {"precision": "bf16", "fp8_recipe": None}], ids=["none", "mlp", "full", "bf16"]
 )
 def test_the_losses_are_those_without(tmp_path: Path, form: dict) -> None:
-    settings = {"deterministic_mode": True, **form}
+    settings = {**RUN, "deterministic_mode": True, **form}
     expected = losses(tmp_path / "plain", **settings)
     assert len(expected) == 12
     assert losses(tmp_path / "moved", **settings, **MOVED) == expected
@@ -48,8 +37,8 @@ def test_the_losses_are_those_without(tmp_path: Path, form: dict) -> None:
 @pytest.mark.parametrize("head", [False, True])
 def test_the_loss_over_chunks_follows(tmp_path: Path, head: bool) -> None:
     """As `test_training.test_every_level_follows_bf16`: 1% over the last five steps."""
-    expected = losses(tmp_path / "plain", fp8_lm_head=head)
-    measured = losses(tmp_path / "chunks", fp8_lm_head=head, loss_chunk_size=96)
+    expected = losses(tmp_path / "plain", **RUN, fp8_lm_head=head)
+    measured = losses(tmp_path / "chunks", **RUN, fp8_lm_head=head, loss_chunk_size=96)
     assert measured[0] == pytest.approx(expected[0], rel=1e-3)
     assert sum(measured[-5:]) == pytest.approx(sum(expected[-5:]), rel=1e-2)
 

@@ -9,29 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_megatron.config.io import parse_config
 from fp8_megatron.quantization.stats import snr_db
-from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.sharding.partition import StorageClass
 from fp8_megatron.training.train_step import train_step
-from fp8_megatron.training.trainer import Trainer
-from tests.harness.runs import GPU_RUN, tiny_flags
-from tests.harness.training_states import step_without_waiting, training_states
+from tests.harness.runs import GPU_RUN
+from tests.harness.training_states import losses, step_without_waiting, training_states
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8"),
-]
+pytestmark = pytest.mark.gpu
 
 MODEL = {**GPU_RUN, "clip_grad": 0}
 STRETCH = {"main_params_dtype": "split", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
 RELEASE = {"release_gradients": True}
-
-
-def losses(output_dir: Path, **overrides: object) -> list[float]:
-    """Of every step of a run on random tokens."""
-    Trainer(parse_config(tiny_flags(output_dir, **{**MODEL, **overrides}))).fit()
-    return [r["loss"] for r in read_rows(output_dir / METRICS_FILE) if r["kind"] == "train"]
 
 
 @pytest.fixture
@@ -44,14 +32,14 @@ def build_state() -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("form", [{}, STRETCH, {**STRETCH, **RELEASE}], ids=["O3-released", "split", "released"])
 def test_follows_bf16(tmp_path: Path, form: dict) -> None:
     """As `test_training.test_every_level_follows_bf16`: 1% over the last five of 30 steps."""
-    expected = losses(tmp_path / "bf16", precision="bf16", train_iters=30)
-    measured = losses(tmp_path / "fp8", train_iters=30, **(form or RELEASE))
+    expected = losses(tmp_path / "bf16", **MODEL, precision="bf16", train_iters=30)
+    measured = losses(tmp_path / "fp8", **MODEL, train_iters=30, **(form or RELEASE))
     assert sum(measured[-5:]) == pytest.approx(sum(expected[-5:]), rel=1e-2)
 
 
 def test_released_is_stored_bit_for_bit(tmp_path: Path) -> None:
     """O3 rounds to nearest, so its losses do not depend on the part of the state that a launch is given."""
-    settings = {"train_iters": 8, "deterministic_mode": True}
+    settings = {**MODEL, "train_iters": 8, "deterministic_mode": True}
     assert losses(tmp_path / "released", **RELEASE, **settings) == losses(tmp_path / "stored", **settings)
 
 

@@ -52,7 +52,9 @@ LLAMA_STYLE_FLAGS: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
     "disable_bias_linear": True,
 }
-#: The same with experts, and losses of their router.
+#: That of `GPU_RUN` in this style, whose steps are not recorded: to choose what layers keep for backward.
+GPU_LLAMA_RUN: dict[str, Any] = {**GPU_RUN, **LLAMA_STYLE_FLAGS, "cuda_graph_impl": "none"}
+#: The style with experts, and losses of their router.
 EXPERT_FLAGS: dict[str, Any] = {
     **LLAMA_STYLE_FLAGS,
     "fp8_recipe": "delayed",

@@ -1,4 +1,4 @@
-"""Training states in this process, and steps of them, for tests on a GPU."""
+"""Runs and training states in this process, and steps of them, for tests on a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from fp8_megatron.config.io import parse_config
 from fp8_megatron.device import device as devices
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
+from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.build import build_training_state
 from fp8_megatron.training.run_data import open_run_data
 from fp8_megatron.training.train_step import train_step
+from fp8_megatron.training.trainer import Trainer
 
 from .runs import tiny_flags
+
+
+def losses(output_dir: Path, **settings: object) -> list[float]:
+    """Of every step of a run on random tokens."""
+    Trainer(parse_config(tiny_flags(output_dir, **settings))).fit()
+    return [row["loss"] for row in read_rows(output_dir / METRICS_FILE) if row["kind"] == "train"]
 
 
 @contextmanager
