@@ -19,7 +19,7 @@ from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig, Prec
 from fp8_megatron.mcore.runtime import runtime
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.quantization.stats import snr_db
-from tests.harness.pairs import EVERY_PAIR
+from tests.harness.pairs import by_turns
 from tests.harness.ranks import RankPool
 from tests.harness.tiny_gpt import (
     GPT3_STYLE,
@@ -162,10 +162,9 @@ FAST = [
 REFUSED = {("llama", "cp4_a2a"), ("llama", "cp2_tp2_sp_a2a")}
 
 
-def models_of(layout: str, turn: int) -> list[str]:
-    """One of two models by turns, so that each meets each layout and each precision; with EVERY_PAIR=1 both."""
-    models = [model for model in ("gpt3", "llama") if (model, layout) not in REFUSED]
-    return models if EVERY_PAIR else [models[turn % len(models)]]
+def models_of(layout: str) -> list[str]:
+    """Those that take turns, so that each meets each layout and each precision."""
+    return [model for model in ("gpt3", "llama") if (model, layout) not in REFUSED]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ def models_of(layout: str, turn: int) -> list[str]:
             for row, (layout, (_, parallel)) in enumerate(LAYOUTS.items())
             for column, precision in enumerate(PRECISIONS)
             if precision != "fp8_wire" or parallel.cp_comm_type == "all_gather"
-            for model in models_of(layout, row + column)
+            for model in by_turns(models_of(layout), row + column)
             if (model, layout, precision) not in FAST
         ],
         slow("interleaved", "cp2", "O3"),

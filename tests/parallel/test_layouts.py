@@ -12,7 +12,6 @@ are sums that cancel more. Weights that differ so feed back into the later losse
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,6 +23,7 @@ from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
 from fp8_megatron.mcore.gpt import ModelChunk
 from fp8_megatron.quantization.stats import snr_db
 from fp8_megatron.sharding.gradient import GradBuffer
+from tests.harness.pairs import by_turns
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_gpt import (
     GPT3_STYLE,
@@ -185,9 +185,11 @@ FAST = [
     [
         *FAST,
         *[
-            slow(*case)
-            for case in itertools.product(MODELS, [layout for layout in LAYOUTS if layout != "one"], ("bf16", "O3"))
-            if case not in FAST
+            slow(model, layout, precision)
+            for row, layout in enumerate(LAYOUTS)
+            for column, precision in enumerate(("bf16", "O3"))
+            for model in by_turns(list(MODELS), row + column)
+            if (model, layout, precision) not in FAST
         ],
     ],
 )
@@ -208,9 +210,9 @@ def test_layout_trains_as_one_rank(ranks: RankPool, single: Single, model: str, 
         slow("gpt3", "pp2_empty", "delayed"),
         *[
             slow(model, layout, precision)
-            for model in MODELS
-            for layout in ("pp2_vpp2", "tp2_dp2")
-            for precision in ("O1", "O2", "delayed", "power_of_two", "head", "head_delayed")
+            for row, layout in enumerate(("pp2_vpp2", "tp2_dp2"))
+            for column, precision in enumerate(("O1", "O2", "delayed", "power_of_two", "head", "head_delayed"))
+            for model in by_turns(list(MODELS), row + column)
         ],
     ],
 )
