@@ -134,17 +134,17 @@ def sampled(name: str) -> str:
     return random.Random(f"21 {name}").choice(words or ["nonsense"])
 
 
-def whole_run(forks: Executor, folder: Path, *words: str, **overrides: object) -> Ending:
-    """A run that does not end by itself is asked to after 20 s; one that must be killed then is in a single step of
+def whole_run(forks: Executor, folder: Path, *words: str, seconds: float = 8.0, **overrides: object) -> Ending:
+    """A run that does not end by itself is asked to after 8 s; one that must be killed then is in a single step of
     hours, no mistake that a check could name."""
     flags = tiny_flags(folder / "out", **{"train_iters": 2, **overrides})
-    limits = {"folder": folder, "seconds": 20.0, "more_seconds": 30.0, "address_bytes": 4 << 30}
+    limits = {"folder": folder, "seconds": seconds, "more_seconds": 8.0, "address_bytes": 4 << 30}
     return forks.submit(run_forked, partial(cli.main, ["train", "--gpus", "0", *flags, *words]), **limits).result()
 
 
 @pytest.mark.slow
 def test_a_whole_run_of_good_settings_trains(tmp_path: Path, forks: Executor) -> None:
-    ending = whole_run(forks, tmp_path)
+    ending = whole_run(forks, tmp_path, seconds=60.0)
     assert ending.status == 0 and "iter 2/2 | loss" in ending.output, ending
 
 
