@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.outlier_casts import LEAST, Case, products, smooth_scales
 from benchmarks.outliers import NUM_TOKENS, align_attention_, align_mlp_
 from fp8_megatron.quantization.stats import snr_db
 
@@ -49,3 +50,16 @@ def test_one_channel_of_attentions_input_has_the_outlier_and_the_layer_stays() -
     assert float(inputs[:, 7].abs().amax() / inputs.abs().median()) == pytest.approx(1e4, rel=0.4)
     for name in names.values():  # one factor is rounded twice: 2⁻²³ of 1/128 of the power
         assert snr_db(inputs @ weights[name].T, inputs_before @ before[name].T) > 110.0
+
+
+def test_scales_of_channels_move_exponents_of_a_weight_and_gain_range() -> None:
+    case = Case.of(1e6, "divided")
+    columns = smooth_scales(case.h)
+    assert (columns.log2() % 1 == 0).all() and columns.amax() == 1 and columns.amin() == LEAST
+    moved = (case.weight.float() * columns).to(case.weight.dtype).float()
+    normal = moved.abs() > 2.0**-6  # the payload was above 16, and its standard deviation is about 100
+    assert normal.double().mean() > 0.85 and torch.equal((moved / columns)[normal], case.weight.float()[normal])
+    exact = case.h.double() @ (case.weight.double() * case.scale.double()).T
+    plain, smooth = (snr_db(products(case, name)[1], exact) for name in ("tensorwise", "smooth"))
+    # One rounding of normal numbers has 31.5 dB; two thirds of h are 0 with one scale.
+    assert smooth > 31.0 and plain < 20.0
