@@ -114,7 +114,7 @@ def _report_layouts(args: argparse.Namespace, flags: list[str], cluster: Cluster
 
     status = 0
     for level in args.levels or [None]:
-        config = _configuration([*flags, *(LEVELS[level] if level else [])], prog)
+        config = _configuration([*flags, *(LEVELS[level] if level else [])], prog, varies_layout=True)
         layouts = best_layouts(config, cluster, partial(_records, cluster))
         if layouts:
             print(_report(level or config.precision.level, layouts, cluster, args.top), flush=True)
@@ -182,13 +182,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _configuration(flags: list[str], prog: str) -> Config:
-    """The configuration of a run. Without data it has random tokens, which need as much memory and time."""
+def _configuration(flags: list[str], prog: str, *, varies_layout: bool = False) -> Config:
+    """The configuration of a run. Without data it has random tokens, which need as much memory and time.
+
+    Args:
+        varies_layout: keep what the layout of the flags does not read, and another one may.
+    """
     line = run_command_line(flags, prog)
     for name, given in (("skip_train", line.config.training.skip_train), ("dry_run", line.dry_run)):
         if given:
             raise ConfigError(f"{name}: layouts are planned for training; leave it out")
-    config = line.config
+    config = replace(line.config, parallel=line.layout) if varies_layout else line.config
     if config.data.data_path or config.data.train_data_path:
         return config
     return replace(config, data=replace(config.data, mock_data=True))

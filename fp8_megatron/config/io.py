@@ -19,7 +19,7 @@ from .fields import MAX_RANKS, FieldType, field_types
 from .ignored import without_unread
 from .megatron_flags import SWITCHES, Chosen, Kind, chosen_precision, idle_note, megatron_options, translate
 from .megatron_settings import as_megatron_settles, evaluation_note, precision_note, unread_settings
-from .schema import Config
+from .schema import Config, ParallelConfig
 from .setting_files import Dumper, read_mapping, words_of_files
 from .words import decimal, flag_name, near_name, number, shortened, whole_number
 
@@ -108,6 +108,7 @@ class CommandLine:
 
     Attributes:
         config: the settings.
+        layout: those of ranks as they are given; `config` has defaults for what its own layout does not read.
         notes: lines for the start of the run: what was given twice, accepted with nothing to do, or changed.
         stated: settings that the flags or a file give.
         dry_run: print what the run would be instead of training.
@@ -115,6 +116,7 @@ class CommandLine:
     """
 
     config: Config
+    layout: ParallelConfig
     notes: tuple[str, ...]
     stated: frozenset[str]
     dry_run: bool = False
@@ -191,6 +193,7 @@ def parse_command_line(
         raise ConfigError("\n".join(problems))
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **words_of_data))
     config, changes = as_megatron_settles(config)
+    layout = config.parallel
     config, of_modes = without_unread(config)
     unread = unread_settings(config) - of_modes.keys()
     idle = [*translation.idle, *dict.fromkeys(one.flag for one in given if one.name in unread)]
@@ -204,6 +207,7 @@ def parse_command_line(
     last = {one.name: one.words for one in given}
     return CommandLine(
         config,
+        layout,
         tuple(notes),
         frozenset(stated),
         dry_run=last.get("dry_run") == ("true",),

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ..config.checks import ConfigError, check_config
+from ..config.ignored import without_unread
 from ..config.pipeline_layout import pipeline_layout
 from ..config.schema import Config, ModelConfig, ParallelConfig
 from .activations import PeakBytes, predict_peak
@@ -103,7 +104,7 @@ def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], b
         ConfigError: the configuration works in no layout; the text says why not in the one that it asks for.
     """
     found, is_valid = [], False
-    for candidate in dict.fromkeys([config, *_candidates(config, cluster)]):
+    for candidate in dict.fromkeys(map(_with_what_is_read, [config, *_candidates(config, cluster)])):
         try:
             check_config(candidate, cluster.gpus, on_this_machine=False)
         except ConfigError:
@@ -113,8 +114,13 @@ def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], b
         if layout is not None:
             found.append(layout)
     if not is_valid:
-        check_config(config, cluster.gpus, on_this_machine=False)
+        check_config(_with_what_is_read(config), cluster.gpus, on_this_machine=False)
     return sorted(found, key=lambda layout: (layout.step.total if layout.step else math.inf, layout.peak.total))
+
+
+def _with_what_is_read(config: Config) -> Config:
+    """`config` without settings of ranks that a run in its layout leaves out."""
+    return replace(config, parallel=without_unread(config)[0].parallel)
 
 
 def better_accumulation(layout: Layout, cluster: Cluster) -> Layout | None:

@@ -175,3 +175,13 @@ def test_host_memory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(words.split()) == 0
     out = capsys.readouterr().out
     assert "GB on the host for a rank's activations: " in out and "copies to the host, which count as hidden" in out
+
+
+def test_what_the_layout_of_the_flags_does_not_read_counts_in_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks that share experts overlap their exchanges, which is for one stage and without full recomputation."""
+    run = f"--config {CONFIGS}/qwen3_30b_a3b.yaml --overlap-moe-expert-parallel-comm"
+    assert plan.main(f"--gpus 8 --top 99 -- {run}".split()) == 0
+    rows = _rows(capsys.readouterr().out)
+    shared = {(row[1], row[6]) for row in rows if int(row[3]) > 1}
+    assert shared == {("1", "none"), ("1", "moe")}
+    assert ("2", "full") in {(row[1], row[6]) for row in rows if row[0] == row[3] == "1"}
