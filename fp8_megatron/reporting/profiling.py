@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 _CATEGORIES = (
     ("communication", r"nccl|memcpy peer|memcpy ptop|barrier_kernel"),
     ("attention", r"flash|fmha|sdpa|compute_dot_do_o|convert_dq_to"),
-    ("FP8 GEMM", r"nvjet_sm\d+_(qq|qr|rq)|(gemm|cutlass).*(e4m3|e5m2|fp8)|_grouped_(rows|wgrad)"),
+    ("FP8 GEMM", r"nvjet_sm\d+_(qq|qr|rq)|(gemm|cutlass).*(e4m3|e5m2|fp8)|_grouped_(rows|wgrad)|block_scaled_gemm"),
     ("16-bit GEMM", r"gemm|nvjet|cutlass|splitkreduce|cublas"),
-    ("gradient storage", r"_quantize_blocks|_dequantize_blocks|_accumulate_rows|_count_underflow"),
+    ("gradient storage", r"^_quantize_blocks|_dequantize_blocks|_accumulate_rows|_count_underflow"),
     (
         "quantise, norm, activation",
-        r"_quantize|_requantize|_transpose_tiles|_partial_amax|_amax_and|_finish_amax|_norm_|_activation_",
+        r"_quantize|_requantize|_cast_|_transpose_tiles|_partial_amax|_amax_and|_finish_amax|_norm_|_activat(e|ion)",
     ),
-    ("experts' rows", r"_count_rows|_place_rows|_gather_words|_gather_tiles|_sum_token_rows"),
+    ("experts' rows", r"_count_rows|_place_rows|_gather_(words|tiles|blocks)|_sum_token_rows"),
     ("loss", r"_cross_entropy"),
     ("optimizer", r"_adamw|_momentum_step|_orthogonal_|_derive_fp8|_partial_squares|_squared_norm"),
     ("copies", r"memcpy|memset|fill_words|copy_kernel|direct_copy|catarray"),

@@ -19,7 +19,6 @@ from tests.planning.recorded_runs import ROOT, RecordedRun, read, recorded_runs
 OLDER = {
     "moe_mixtral_h200.json: bf16": 0.8977,
     "moe_qwen3_micro2_h200.json: bf16": 0.9460,
-    "moe_qwen3_micro6_h200.json: bf16": 0.9107,
     "gpt7b_pp4_4h200.json: O3-fast, two chunks a stage": 0.9157,
     "gpt7b_16layers_pp2_2h200.json: recorded, every message held": 0.8819,
 }

@@ -16,13 +16,14 @@ from fp8_megatron.training.graph_choice import waits_for_host
 from tests.planning.h100_runs import H100_RUNS, H100Run
 from tests.planning.recorded_runs import ROOT, RecordedRun, read, recorded_runs
 
-#: Of experts no time is predicted.
+#: Of experts and of Muon no time is predicted.
 RUNS = [
     run
     for run in recorded_runs()
     if run.step_ms is not None
     and run.config.model.num_experts is None
     and run.config.precision.fp8_recipe != "blockwise"
+    and run.config.optimizer.optimizer != "muon"
 ]
 
 
