@@ -233,7 +233,7 @@ def _start(checkpoint: CheckpointConfig) -> tuple[CheckpointSource | None, str |
         _keep_megatron_checkpoints(Path(checkpoint.save), source if _continues(checkpoint, source) else None)
     may_be_foreign = _continues(checkpoint, source) or checkpoint.allow_foreign_checkpoints
     if checkpoint.save is not None and not may_be_foreign:
-        _refuse_foreign(Path(checkpoint.save), run)
+        _refuse_foreign(checkpoint, Path(checkpoint.save), run)
     return source, run
 
 
@@ -318,16 +318,18 @@ def _keep_megatron_checkpoints(save: Path, continued: CheckpointSource | None) -
         )
 
 
-def _refuse_foreign(save: Path, run: str | None) -> None:
+def _refuse_foreign(checkpoint: CheckpointConfig, save: Path, run: str | None) -> None:
     """Raise if there are checkpoints of another run than `run`, which this one continues."""
     whose = {number: saved_by(iteration_folder(save, number))[0] for number in saved_iterations(save)}
     foreign = [number for number in whose if run is None or whose[number] != run]
     if foreign:
-        newest = max(foreign)
+        newest, fix = max(foreign), f"give --load {save} to go on with it, another --save"
+        if checkpoint.loads_what_it_saves:  # for its weights alone
+            flag = "--finetune" if checkpoint.finetune else "--moe-use-upcycling"
+            fix = f"drop {flag} to go on with it, give another --save"
         raise CheckpointError(
             f"save({save}) holds checkpoints of another run (newest: {iteration_folder(save, newest).name} of run "
-            f"{whose[newest] or 'unknown'}); give --load {save} to go on with it, another --save, or "
-            f"--allow-foreign-checkpoints to save among them"
+            f"{whose[newest] or 'unknown'}); {fix}, or --allow-foreign-checkpoints to save among them"
         )
 
 

@@ -50,7 +50,9 @@ def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"finetune": True}, {"load": "elsewhere"}], ids=["scratch", "finetune", "load"]
+    "settings",
+    [{}, {"finetune": True}, {"moe_use_upcycling": True}, {"load": "elsewhere"}],
+    ids=["scratch", "finetune", "upcycling", "load"],
 )
 @pytest.mark.parametrize("whose", [A_RUN, None], ids=["named", "of an earlier version"])
 def test_anothers_checkpoints_are_refused(tmp_path: Path, settings: dict, whose: str | None) -> None:
@@ -63,9 +65,12 @@ def test_anothers_checkpoints_are_refused(tmp_path: Path, settings: dict, whose:
         given["load"] = tmp_path / settings.get("load", "save")
     with pytest.raises(CheckpointError) as error:
         start(**given)
+    fix = f"give --load {save} to go on with it, another --save"
+    for name in settings.keys() - {"load"}:
+        fix = f"drop --{name.replace('_', '-')} to go on with it, give another --save"
     assert str(error.value) == (
         f"save({save}) holds checkpoints of another run (newest: iter_0000020 of run {whose or 'unknown'}); "
-        f"give --load {save} to go on with it, another --save, or --allow-foreign-checkpoints to save among them"
+        f"{fix}, or --allow-foreign-checkpoints to save among them"
     )
     assert not (save / LOCK).exists()
     assert start(**given, allow_foreign_checkpoints=True).identity.run != A_RUN
