@@ -28,7 +28,8 @@ from .megatron_layout import Name
 from .megatron_loading import differing_argument, local_part, open_megatron_checkpoint, store
 from .ranks import Ranks
 from .run_state import MASTER, Progress, Resumable
-from .saved_run import differing_setting
+from .same_model import first_difference, settings_of_arguments
+from .saved_run import differing_setting, saved_model_settings
 from .torch_dist import TorchDistReader
 from .weights import TorchDistWeights, check_shapes
 
@@ -45,18 +46,29 @@ def dense_model(model: ModelConfig, granularity: int) -> ModelConfig:
 def upcycling_problem(folder: Path, model: ModelConfig, granularity: int) -> str | None:
     """The error's line if a checkpoint is not that of the dense model, as far as its settings tell."""
 
+    saved = open_megatron_checkpoint(folder) if is_megatron_checkpoint(folder) else None
+
     def problem_of(model: ModelConfig) -> str | None:
-        if is_megatron_checkpoint(folder):
-            return differing_argument(open_megatron_checkpoint(folder), model, finetune=True)
+        if saved is not None:
+            return differing_argument(saved, model, finetune=True)
         return differing_setting(folder, model, finetune=True)
 
-    problem = problem_of(dense_model(model, granularity))
+    dense = dense_model(model, granularity)
+    problem = problem_of(dense)
     if problem is None:
         return None
     if problem_of(model) is None:
         return f"moe_use_upcycling takes a model without experts, and {folder} has these experts; drop it to go on"
-    width = f"ffn_hidden_size is {granularity} × an expert's {model.expert_ffn_hidden_size}"
-    return f"moe_use_upcycling takes a model without experts whose {width}: {problem}"
+    settings = saved_model_settings(folder) if saved is None else settings_of_arguments(saved.arguments)
+    found = first_difference(settings, dense, finetune=True)
+    if found is not None and found.name == "ffn_hidden_size":
+        theirs = replace(dense, ffn_hidden_size=settings[found.name])
+        own, width = model.expert_ffn_hidden_size, theirs.padded_ffn_hidden_size
+        return (
+            f"moe_use_upcycling: {granularity} × moe_ffn_hidden_size({own}) = {granularity * own} is not "
+            f"ffn_hidden_size({width}) of {folder}; give --moe-ffn-hidden-size {width // granularity}"
+        )
+    return f"moe_use_upcycling takes a model without experts: {problem}"
 
 
 def load_upcycled(folder: Path, state: Resumable, granularity: int) -> Progress:

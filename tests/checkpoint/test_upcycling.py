@@ -136,7 +136,8 @@ def test_a_dense_model_of_megatron(ranks: RankPool, tmp_path_factory: pytest.Tem
     expected = ranks.run(run_tiny_on_a_rank, dense, 1, run / "dp_reshardable", None, options, num_ranks=1)[0]
     assert found.losses == pytest.approx(expected.losses, abs=2**-8)
     other = replace(config, model=replace(config.model, moe_ffn_hidden_size=2 * width))
-    with pytest.raises(RankError, match=r"whose ffn_hidden_size is 1 × an expert's 512: .* this run has ffn_hidden"):
+    said = rf"1 × moe_ffn_hidden_size\({2 * width}\) = {2 * width} is not ffn_hidden_size\({width}\) of .*; give --moe-"
+    with pytest.raises(RankError, match=rf"{said}ffn-hidden-size {width}"):
         upcycled(ranks, other, run / "dp_reshardable", 1)
 
 
@@ -146,6 +147,18 @@ def test_a_run_goes_on_without_the_flag(ranks: RankPool, tmp_path: Path) -> None
     (folder,) = tmp_path.glob("iter_*")
     problem = upcycling_problem(folder, config.model, 1)
     assert problem is not None and "has these experts; drop it to go on" in problem
+
+
+def test_the_width_of_another_models_mlps(ranks: RankPool, tmp_path: Path) -> None:
+    dense, config = models(1)
+    ranks.run(run_tiny_on_a_rank, dense, 1, None, tmp_path, num_ranks=1)
+    (folder,) = tmp_path.glob("iter_*")
+    width = dense.model.padded_ffn_hidden_size
+    problem = upcycling_problem(folder, config.model, 2)
+    assert problem == (
+        f"moe_use_upcycling: 2 × moe_ffn_hidden_size({width}) = {2 * width} is not ffn_hidden_size({width}) of "
+        f"{folder}; give --moe-ffn-hidden-size {width // 2}"
+    )
 
 
 @pytest.mark.parametrize(
