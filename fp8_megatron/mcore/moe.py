@@ -87,6 +87,7 @@ class Experts(torch.nn.Module):
         fc1, fc2: the links of the projections.
 
     Attributes:
+        gathers: every rank gets every token, not those of its experts alone.
         turns: with those of other micro-batches; the layers of a model chunk share them.
     """
 
@@ -117,9 +118,9 @@ class Experts(torch.nn.Module):
         self.recomputes, self.recomputes_activation = "moe" in modules, "moe_act" in modules
 
     def depart(self, x: Tensor, routing_map: Tensor | None = None) -> Flight | None:
-        """Start to send [T, H], without a gradient: where every rank gets every token, before the router is done. None:
-        they do not leave, or not yet."""
-        if self.ranks is None or self.gathers is (routing_map is not None):
+        """Start to send [T, H], without a gradient: to all ranks, or by a routing map, bool [T, E], to those of a
+        token's experts. None: no other rank has any."""
+        if self.ranks is None:
             return None
         if routing_map is None:
             flight = Flight(AllGather(self.ranks, self.num_parts, self.turns))
@@ -238,9 +239,11 @@ class MixtureOfExperts(MegatronModule):
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """hidden_states [s, b, H] (behind the norm) → output [s, b, H], and no bias."""
         tokens = hidden_states.view(-1, hidden_states.shape[-1])
-        flight = self.experts.depart(tokens.detach())
+        # Where every rank gets every token, they leave before the router is done.
+        flight = self.experts.depart(tokens.detach()) if self.experts.gathers else None
         probs, routing_map = self.router(hidden_states)
-        flight = flight or self.experts.depart(tokens.detach(), routing_map)
+        if not self.experts.gathers:
+            flight = self.experts.depart(tokens.detach(), routing_map)
         output = self.experts(tokens, probs, routing_map, self.router.capacity(len(probs)), flight)
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         whole = output().view_as(hidden_states)

@@ -48,7 +48,7 @@ class Flight:
         setattr(self, name, None)
         return found
 
-    def depart(self, shape: torch.Size, like: Tensor) -> Tensor:
+    def stand_in(self, shape: torch.Size, like: Tensor) -> Tensor:
         """Stands for the `output`, of `shape` and the dtype of `like`, until `arrived`. It has no values."""
         return like.new_empty(()).expand(shape)
 
@@ -122,7 +122,7 @@ class StartSum(torch.autograd.Function):
         ctx.flight = flight
         flight.output = flight.exchange.sum(y)
         flight.start_grad = lambda grad: flight.exchange.send(grad.contiguous())
-        return flight.depart(shape, y)
+        return flight.stand_in(shape, y)
 
     @staticmethod
     @once_differentiable

@@ -293,7 +293,7 @@ def train_without_overlap(config: Config, tokens: Tensor) -> TinyRun:
     take = Flight.take
 
     def stay(experts: Experts, x: Tensor, routing_map: Tensor | None = None) -> Flight | None:
-        if experts.ranks is None or experts.gathers is (routing_map is not None):
+        if experts.ranks is None:
             return None
         if routing_map is None:
             return Flight(AllGather(experts.ranks, experts.num_parts))
