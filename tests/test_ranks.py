@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.harness.ranks import RankError, RankPool, on_default_group
+from tests.harness.ranks import _MOST_KNOWN, RankError, RankPool, on_default_group
 
 
 def _sum_of_ranks(group: torch.distributed.ProcessGroup, offset: int) -> tuple[int, float]:
@@ -30,6 +30,10 @@ def _fail_on_rank_1_and_say_so_late() -> None:
         reason = str(error)
     time.sleep(0.5)  # the error is gone and with it the group: rank 0's connection is broken by now
     raise ArithmeticError(reason)
+
+
+def _when(number: int) -> int:
+    return time.monotonic_ns()
 
 
 def _die_on_rank_1(group: torch.distributed.ProcessGroup) -> None:
@@ -87,3 +91,12 @@ def test_a_hung_rank_is_killed(ranks: RankPool) -> None:
 def test_what_does_not_pickle_is_an_error_of_the_rank(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 0 of 1(?s:.)*pickle"):
         ranks.run(_unpicklable, num_ranks=1)
+
+
+def test_the_last_results_are_kept(ranks: RankPool) -> None:
+    first = ranks.run_once(_when, 0, num_ranks=1)
+    others = [ranks.run_once(_when, number, num_ranks=1) for number in range(1, _MOST_KNOWN)]
+    assert ranks.run_once(_when, 0, num_ranks=1) == first != others[0]
+    ranks.run_once(_when, _MOST_KNOWN, num_ranks=1)
+    assert ranks.run_once(_when, 0, num_ranks=1) == first
+    assert ranks.run_once(_when, 1, num_ranks=1) != others[0]

@@ -7,6 +7,7 @@ call that fails or hangs kills the workers it found; the next call gets new ones
 from __future__ import annotations
 
 import functools
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,7 @@ from fp8_megatron.mcore import topology
 _PRELOAD = ["tests.harness.tiny_gpt", "tests.harness.ranks"]
 #: How long the other ranks may take to say what they saw after the first one failed.
 _GRACE_SECONDS = 2.0
+_MOST_KNOWN = 16
 
 _init_process_group = torch.distributed.init_process_group
 _destroy_process_group = torch.distributed.destroy_process_group
@@ -54,6 +56,22 @@ class RankPool:
         if not on_gpus:
             self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._known: dict[bytes, list[Any]] = {}
+
+    def run_once(self, function: Callable[..., Result], *args: Any, num_ranks: int) -> list[Result]:
+        """`run`, or what it returned for the same arguments: the last `_MOST_KNOWN` results are kept.
+
+        For a function that gives the same each time, and no test of that.
+        """
+        values = [arg.tolist() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        key = hashlib.sha256(pickle.dumps((function, values, num_ranks))).digest()
+        found = self._known.pop(key, None)
+        if found is None:
+            found = self.run(function, *args, num_ranks=num_ranks)
+        self._known[key] = found
+        if len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return found
 
     def run(
         self, function: Callable[..., Result], *args: Any, num_ranks: int, timeout_seconds: float = 120.0

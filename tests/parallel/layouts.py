@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,12 +68,15 @@ def everyones_runs(
     train: Train = train_tiny_gpt,
     **training: object,
 ) -> list[Any]:
-    """What `train` returns on each rank, a `TinyRun`; `training` are fields of the configuration's section."""
+    """What `train` returns on each rank, a `TinyRun`; `training` are fields of the configuration's section.
+
+    Tests that compare with one run share it (`RankPool.run_once`).
+    """
     num_ranks, usual = LAYOUTS[layout]
     chosen = PRECISIONS[precision] if isinstance(precision, str) else precision
     config = tiny_config(model, parallel=parallel or usual, precision=chosen, optimizer=optimizer)
     config = replace(config, training=replace(config.training, **training))  # type: ignore[arg-type]
-    return ranks.run(partial(train, config, tokens), num_ranks=num_ranks)
+    return ranks.run_once(train, config, tokens, num_ranks=num_ranks)
 
 
 def run(*args: Any, **kwargs: Any) -> Any:
