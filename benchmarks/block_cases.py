@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from fused_cases import rotating
+from grouped_cases import in_triton
 from kernel_timing import Case, Rotating
 from torch import Tensor
 
@@ -100,7 +101,7 @@ def _in_triton(a: Tensor, tiles: Tensor, scales_a: Tensor, scales: Tensor, name:
     offsets = torch.tensor([0, m], dtype=torch.int32, device=a.device)
     yield Case(
         f"Triton {name} M={m} N={n} K={k}",
-        lambda _: ops.grouped_mm(a, tiles[None], scales_a, scales[None], offsets),
+        in_triton(lambda _: ops.grouped_mm(a, tiles[None], scales_a, scales[None], offsets)),
         num_flops=2 * m * n * k,
     )
 

@@ -3,8 +3,9 @@ each token once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from fused_cases import Scaling, rotating
@@ -14,6 +15,7 @@ from torch import Tensor
 from fp8_megatron.activation_functions import Activation
 from fp8_megatron.dtypes import E4M3, E5M2, GEMM_BLOCK, GRAD_BLOCK, GROUP_ROWS
 from fp8_megatron.kernels import ops
+from fp8_megatron.kernels.grouped import gemm_cuda
 
 _SWIGLU = Activation("swiglu")
 
@@ -125,11 +127,25 @@ def gemms(device: torch.device, rows: int, num_experts: int, k: int, n: int) -> 
         "blockwise wgrad → E4M3": lambda _: ops.grouped_wgrad_to_fp8_(
             out, out_scales, grad_e4m3_t, x_t, *of_columns, offsets
         ),
+        "Triton blockwise forward": in_triton(lambda _: ops.grouped_mm(x8, weight8, of_rows[0], tiles, offsets)),
+        "Triton blockwise dgrad": in_triton(
+            lambda _: ops.grouped_mm(grad_e4m3, weight_t, of_rows[1], tiles.mT, offsets)
+        ),
         "torch FP8 wgrad": lambda _: scaled(grad_e4m3_t, x_t.mT, n * num_experts, k * num_experts),
         "torch BF16 wgrad": lambda _: torch.nn.functional.grouped_mm(grad.mT, x, offs=ends),
     }
     for name, call in calls.items():
         yield Case(f"{name} {at}", call, num_flops=num_flops)
+
+
+def in_triton(call: Callable[[int], object]) -> Callable[[int], object]:
+    """A call whose grouped GEMMs with scales of blocks are Triton's on every GPU."""
+
+    def without_cuda(index: int) -> object:
+        with patch.object(gemm_cuda, "compiled_kernel", lambda *_: None):
+            return call(index)
+
+    return without_cuda
 
 
 def _activation(name: str, operands: tuple[Rotating, Tensor, Tensor], scale: dict[str, Any], num_bytes: float) -> Case:

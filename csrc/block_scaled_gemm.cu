@@ -19,9 +19,14 @@
 // the result) come in another order, so that a thread's values are 8 neighbours of a row: 16 bytes in BF16, and of four
 // threads whole sectors. So results need no shared memory. kernels/extension.py compiles this file; it needs no header.
 // tests/kernels/test_block_gemm.py runs it on a CPU, with the hardware's functions emulated.
+//
+// GROUPED: a's rows are of experts, each with its own b (grouped_mm of kernels/grouped/gemm_reference.py). Expert e's rows
+// are offsets[e] to offsets[e + 1], multiples of 128 that only the device knows. The loading thread finds each tile's
+// expert, and tells the others in shared memory, beside the tile's first stage. An expert's last tile may have 64 or 128
+// rows; the other warpgroups have no work then, and the tile takes less time.
 
-#ifndef WAVES
-#error "define WARPGROUPS, WAVES, STAGES, A_IS_E5M2, B_IS_E5M2, B_HAS_TILES, OUT_IS_FP32"
+#ifndef GROUPED
+#error "define WARPGROUPS, WAVES, STAGES, A_IS_E5M2, B_IS_E5M2, B_HAS_TILES, OUT_IS_FP32, GROUPED"
 #endif
 
 #ifdef __CUDACC__
@@ -44,16 +49,22 @@ constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int WARPS = 4 * WARPGROUPS;  // that compute
 constexpr int GROUP = (2048 + TILE_M / 2) / TILE_M;  // rows of tiles whose b is read from L2 together
 
-// A stage of shared memory. Scales of tiles: four, of which one is the block's.
+// A stage of shared memory. Scales of tiles: four, of which one is the block's. Those of experts' tiles are not copied.
 constexpr int A_BYTES = TILE_M * BLOCK, B_BYTES = TILE_N * BLOCK;
 constexpr int A_SCALE_BYTES = TILE_M * 4;
-constexpr int B_SCALE_BYTES = B_HAS_TILES ? 16 : TILE_N * 4;
-constexpr int BARRIERS = STAGES * (A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES);  // where they begin
+constexpr int B_SCALE_BYTES = GROUPED ? 0 : B_HAS_TILES ? 16 : TILE_N * 4;
+constexpr int TASK_BYTES = GROUPED ? 16 : 0;
+constexpr int BARRIERS = STAGES * (A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES + TASK_BYTES);  // where they begin
 
 static_assert(A_BYTES % 1024 == 0 && TILE_M <= 256, "whole atoms of the swizzle, one copy");
 
 struct Place {
   int m, n;  // the first row and column of a block's tile
+};
+
+// A tile of an expert, whose rows end at `end`.
+struct Task {
+  int m, n, expert, end;  // m < 0: there is no other tile
 };
 
 ON_DEVICE int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
@@ -67,6 +78,10 @@ ON_DEVICE Place place_of(int index, int m, int n) {
   const int left = rows - group * GROUP, height = left < GROUP ? left : GROUP;
   return {(group * GROUP + within % height) * TILE_M, within / height * TILE_N};
 }
+
+// Which of `step` tiles a block takes that has taken `rounds` before: another place in each round, so that no block has
+// the short tiles of all experts.
+ON_DEVICE int turned(int block, int rounds, int step) { return (block + rounds * 37) % step; }
 
 // Of a thread's sums of a wave: wgmma gives sum[4 g + 2 half + e] of row `lane / 4 + 8 half` of the warp's 16, and of
 // column 8 g + 2 (lane % 4) + e of b's rows in shared memory.
@@ -149,6 +164,20 @@ ON_DEVICE void copy_scales(u32 target, const float* source, u32 bytes, u32 barri
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
+}
+
+ON_DEVICE void store_task(u32 address, const Task& task) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(task.m), "r"(task.n), "r"(task.expert),
+               "r"(task.end)
+               : "memory");
+}
+
+ON_DEVICE Task load_task(u32 address) {
+  Task task;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(task.m), "=r"(task.n), "=r"(task.expert), "=r"(task.end)
+               : "r"(address));
+  return task;
 }
 
 ON_DEVICE float load_shared(u32 address) {
@@ -355,16 +384,28 @@ ON_DEVICE void write_wave(const float (&sum)[64], const u8* bias, const u8* adde
 // map_a: a FP8 [m, k], boxes of TILE_M × 128; map_b: b FP8 [n, k] in the order of `copy_b`, 128 rows × 128. Scales as
 // in kernels/quantize/blocks.py. bias BF16 [n], or null; with an FP32 out it is not read. addend, or null, and out:
 // [m, n], BF16 or FP32. m and k are multiples of 16, n of 32.
+//
+// GROUPED: b is [num_experts, n, k]; boxes of a are of 64 rows; offsets: int32 [num_experts + 1]. Scales of b's tiles:
+// `expert_stride` from expert to expert, `row_stride` from 128 of n to the next, `block_stride` from 128 of k to the next.
+// n and k are multiples of 128, m of 64. bias and addend are not read.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     block_scaled_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                       const float* __restrict__ scales_a, const float* __restrict__ scales_b, const u8* bias,
-                      const u8* addend, u8* out, int m, int n, int k) {
+                      const u8* addend, u8* out, int m, int n, int k
+#if GROUPED
+                      ,
+                      const int* __restrict__ offsets, int num_experts, int expert_stride, int row_stride,
+                      int block_stride
+#endif
+    ) {
   const u32 stages_a = shared_memory(), stages_b = stages_a + STAGES * A_BYTES;
   const u32 stages_scale_a = stages_b + STAGES * B_BYTES, stages_scale_b = stages_scale_a + STAGES * A_SCALE_BYTES;
+  [[maybe_unused]] const u32 stages_task = stages_scale_b + STAGES * B_SCALE_BYTES;
   const u32 full = stages_a + BARRIERS, empty = full + STAGES * 8;
 
   const int warp_of_block = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warpgroup = warp_of_block / 4;
-  const int num_tiles = num_places(m, n), num_blocks = tiles_of(k, BLOCK);
+  [[maybe_unused]] const int num_tiles = num_places(m, n);
+  const int num_blocks = tiles_of(k, BLOCK);
   const int first_tile = blockIdx.x, step = gridDim.x;
 
   if (threadIdx.x == 0) {
@@ -381,6 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warpgroup == WARPGROUPS) {
     give_registers();
     if (warp_of_block == WARPS && is_elected()) {
+#if !GROUPED
       for (int tile = first_tile; tile < num_tiles; tile += step) {
         const Place place = place_of(tile, m, n);
         const u32 bytes_a = scale_bytes(place.m, m, TILE_M);
@@ -400,6 +442,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
       }
+#else
+      const auto advance = [&] {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+      };
+      int expert = 0, index = first_tile;  // of the expert's tiles
+      for (int round = 0, turn = first_tile;; ++round) {
+        int start = offsets[expert], stop = offsets[expert + 1];
+        for (int tiles; index >= (tiles = num_places(stop - start, n)); index -= tiles) {
+          if (++expert == num_experts) break;
+          start = stop, stop = offsets[expert + 1];
+        }
+        if (expert == num_experts) break;
+        Place place = place_of(index, stop - start, n);
+        place.m += start;
+        const int next = turned(first_tile, round + 1, step);
+        index += step + next - turn, turn = next;
+        const u32 bytes_of_scales = scale_bytes(place.m, stop, TILE_M);
+        const int waves = tiles_of(stop - place.m, WAVE_M) < WARPGROUPS * WAVES ? tiles_of(stop - place.m, WAVE_M)
+                                                                                : WARPGROUPS * WAVES;
+        wait_for(empty + stage * 8, parity ^ 1);
+        store_task(stages_task + stage * TASK_BYTES, {place.m, place.n, expert, stop});
+#pragma unroll 1
+        for (int j = 0; j < num_blocks; ++j) {
+          const u32 barrier = full + stage * 8;
+          wait_for(empty + stage * 8, parity ^ 1);
+          expect_bytes(barrier, waves * WAVE_M * BLOCK + B_BYTES + bytes_of_scales);
+          for (int wave = 0; wave < waves; ++wave)
+            copy_a(stages_a + stage * A_BYTES + wave * WAVE_M * BLOCK, &map_a, j * BLOCK, place.m + wave * WAVE_M,
+                   barrier);
+          copy_b(stages_b + stage * B_BYTES, &map_b, j * BLOCK, expert * n + place.n, barrier);
+          copy_scales(stages_scale_a + stage * A_SCALE_BYTES, scales_a + static_cast<long>(j) * m + place.m,
+                      bytes_of_scales, barrier);
+          advance();
+        }
+      }
+      wait_for(empty + stage * 8, parity ^ 1);
+      store_task(stages_task + stage * TASK_BYTES, {-1, 0, 0, 0});
+      arrive_at(full + stage * 8);
+#endif
     }
   } else {
     take_registers();
@@ -415,15 +496,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       a += NEXT_A, b += NEXT_B;
       if (++stage == STAGES) stage = 0, parity ^= 1, a = first_a, b = first_b;
     };
-    if (first_tile < num_tiles) wait_for(full, 0);
-    for (int tile = first_tile; tile < num_tiles; tile += step) {
+    if (GROUPED || first_tile < num_tiles) wait_for(full, 0);
+    for (int tile = first_tile; GROUPED || tile < num_tiles; tile += step) {
+#if GROUPED
+      const Task task = load_task(stages_task + stage * TASK_BYTES);
+      if (task.m < 0) break;
+      const Place place = {task.m, task.n};
+      const int end = task.end;
+      const float* const tiles = scales_b + static_cast<long>(task.expert) * expert_stride + task.n / BLOCK * row_stride;
+      const bool computes = place.m + warpgroup * WARPGROUP_M < end;
+      if (!computes)
+#pragma unroll 1
+        for (int j = 0; j < num_blocks; ++j) {
+          release(stage);
+          advance();
+          wait_for(full + stage * 8, parity);
+        }
+      const int computed = computes ? num_blocks : 0;
+#else
       const Place place = place_of(tile, m, n);
+      const int end = m, computed = num_blocks;
       if (addend != nullptr) prefetch_tile(addend, place, m, n);
+#endif
       float sum[WAVES][64] = {};
 #pragma unroll 1
-      for (int j = 0; j < num_blocks; ++j) {
+      for (int j = 0; j < computed; ++j) {
         // This stage is full. Whatever else a block needs is done while its wgmma run, also the wait for the next stage.
-        const bool has_next = j + 1 < num_blocks || tile + step < num_tiles;
+        const bool has_next = GROUPED || j + 1 < num_blocks || tile + step < num_tiles;
         float part[64];
         begin_block(part, a, b);
         const int used = stage;
@@ -435,7 +534,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           for (int half = 0; half < 2; ++half)
             of_rows[wave][half] = load_shared(of_rows_at + used * A_SCALE_BYTES + (wave * WAVE_M + half * 8) * 4);
         if (B_HAS_TILES) {
+#if GROUPED
+          const float of_tile = tiles[j * block_stride];
+#else
           const float of_tile = load_shared(stages_scale_b + used * B_SCALE_BYTES + j % 4 * 4);
+#endif
 #pragma unroll
           for (int wave = 0; wave < WAVES; ++wave)
 #pragma unroll
@@ -462,7 +565,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int first_row = place.m + row_of(warpgroup, 0, warp, lane, 0);
 #pragma unroll
       for (int wave = 0; wave < WAVES; ++wave)
-        write_wave(sum[wave], bias, addend, out, first_row + wave * WAVE_M, place.n + column_of(0, lane), m, n);
+        write_wave(sum[wave], GROUPED ? nullptr : bias, GROUPED ? nullptr : addend, out, first_row + wave * WAVE_M,
+                   place.n + column_of(0, lane), end, n);
     }
   }
 }

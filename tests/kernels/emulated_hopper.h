@@ -173,6 +173,14 @@ static void copy_scales(u32 target, const float* source, u32 bytes, u32 barrier)
   block->barriers.at(barrier).change(0, -static_cast<long>(bytes));
 }
 
+static void store_task(u32 address, const Task& task) { std::memcpy(block->at(address, 16), &task, 16); }
+
+static Task load_task(u32 address) {
+  Task task;
+  std::memcpy(&task, block->at(address, 16), 16);
+  return task;
+}
+
 static float load_shared(u32 address) {
   float value;
   std::memcpy(&value, block->at(address, 4), 4);

@@ -43,10 +43,17 @@ long place(int index, int m, int n) {{
   const Place at = place_of(index, m, n);
   return static_cast<long>(at.m) << 32 | at.n;
 }}
+#if GROUPED
+#define PARAMETERS , const int* offsets, int experts, int stride_0, int stride_1, int stride_2
+#define ARGUMENTS , offsets, experts, stride_0, stride_1, stride_2
+#else
+#define PARAMETERS
+#define ARGUMENTS
+#endif
 void run(int blocks, const TensorMap* map_a, const TensorMap* map_b, const float* scales_a, const float* scales_b,
-         const u8* bias, const u8* addend, u8* out, int m, int n, int k) {{
+         const u8* bias, const u8* addend, u8* out, int m, int n, int k PARAMETERS) {{
   run_blocks(blocks, [&] {{
-    block_scaled_gemm(*map_a, *map_b, scales_a, scales_b, bias, addend, out, m, n, k);
+    block_scaled_gemm(*map_a, *map_b, scales_a, scales_b, bias, addend, out, m, n, k ARGUMENTS);
   }});
 }}
 }}
@@ -82,17 +89,20 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def compiled(
-    tiling: Tiling, folder: Path, b_has_tiles: bool = True, out_is_fp32: bool = False, a_is_e5m2: bool = False
+    tiling: Tiling,
+    folder: Path,
+    b_has_tiles: bool = True,
+    out_dtype: torch.dtype = torch.bfloat16,
+    a_dtype: torch.dtype = E4M3,
+    is_grouped: bool = False,
 ) -> Compiled:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    name = f"{tiling.rows}_{b_has_tiles}_{out_is_fp32}_{a_is_e5m2}"
+    name = f"{tiling.rows}_{b_has_tiles}_{out_dtype}_{a_dtype}_{is_grouped}"
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(_WRAPPERS.format(source=extension._FOLDER / "block_scaled_gemm.cu"))
-    given = block_scaled_cuda.macros(
-        tiling, a_is_e5m2=a_is_e5m2, b_is_e5m2=False, b_has_tiles=b_has_tiles, out_is_fp32=out_is_fp32
-    )
+    given = block_scaled_cuda.macros(tiling, a_dtype, E4M3, out_dtype, b_has_tiles, is_grouped)
     flags = [f"-D{key}={int(value)}" for key, value in given.items()] + [f"-I{Path(__file__).parent}"]
     flags += ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-pthread"]
     subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
@@ -153,10 +163,10 @@ def test_on_a_cpus_threads(
     else:
         bias = (torch.randn(n + 1, generator=torch.Generator().manual_seed(2)) * truth.std().float()).bfloat16()[1:]
         truth += bias.double()
-    kernel = compiled(tiling, folder, tiles == "b", summands, summands)
+    kernel = compiled(tiling, folder, tiles == "b", dtype, formats[0])
     maps = (
-        block_scaled_cuda._map_of_a.__wrapped__(a.data_ptr(), m, k, tiling.rows),
-        block_scaled_cuda._map_of_b.__wrapped__(b.data_ptr(), n, k),
+        block_scaled_cuda.map_of_a.__wrapped__(a.data_ptr(), m, k, tiling.rows),
+        block_scaled_cuda.map_of_b.__wrapped__(b.data_ptr(), n, k),
     )
     given = (scales_a, scales_b, bias, inside if summands else None, inside)
     kernel.functions.run(
@@ -171,11 +181,16 @@ def test_on_a_cpus_threads(
     assert ((inside.double() - truth).abs() <= tolerance).all()
 
 
-@pytest.mark.parametrize("b_has_tiles", [False, True])
-@pytest.mark.parametrize("tiling", TILINGS, ids=TILING_IDS)
-def test_shared_memory_is_what_the_source_takes(tiling: Tiling, b_has_tiles: bool, folder: Path) -> None:
-    assert tiling.shared_bytes(b_has_tiles) == compiled(tiling, folder, b_has_tiles).functions.shared_bytes()
-    assert tiling.shared_bytes(b_has_tiles) <= SHARED_BYTES and tiling.stages(b_has_tiles) >= 4
+VARIANTS = [*itertools.product(TILINGS, (False, True), (False,)), (TILINGS[0], True, True)]
+
+
+@pytest.mark.parametrize(("tiling", "b_has_tiles", "is_grouped"), VARIANTS, ids=str)
+def test_shared_memory_is_what_the_source_takes(
+    tiling: Tiling, b_has_tiles: bool, is_grouped: bool, folder: Path
+) -> None:
+    found = compiled(tiling, folder, b_has_tiles, is_grouped=is_grouped).functions.shared_bytes()
+    assert tiling.shared_bytes(b_has_tiles) == found <= SHARED_BYTES
+    assert tiling.stages(b_has_tiles) >= 4
 
 
 def test_tilings() -> None:
@@ -321,7 +336,8 @@ def test_new_threads_load_launch_and_record(monkeypatch: pytest.MonkeyPatch) -> 
     a, b = map(on_gpu, operands(512, 768, 1024, (E4M3, E4M3), "b"))
     expected, out = (torch.zeros(512, 768, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     multiply(expected, a, b)
-    monkeypatch.setattr(block_scaled_cuda, "_kernel", functools.cache(block_scaled_cuda._kernel.__wrapped__))
+    uncached = functools.cache(block_scaled_cuda.compiled_kernel.__wrapped__)
+    monkeypatch.setattr(block_scaled_cuda, "compiled_kernel", uncached)
 
     def record() -> None:
         graph = torch.cuda.CUDAGraph()
@@ -377,7 +393,8 @@ def test_a_gpu_that_cannot_compile_it_has_cublaslts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(block_scaled_cuda, "_SOURCE", "no_such.cu")
-    monkeypatch.setattr(block_scaled_cuda, "_kernel", functools.cache(block_scaled_cuda._kernel.__wrapped__))
+    uncached = functools.cache(block_scaled_cuda.compiled_kernel.__wrapped__)
+    monkeypatch.setattr(block_scaled_cuda, "compiled_kernel", uncached)
     monkeypatch.setattr(cublaslt, "_plans", {})
     monkeypatch.setattr(cublaslt, "_chosen", {})
     (a, scales_a), (b, scales_b) = map(on_gpu, operands(256, 128, 384, (E4M3, E4M3), "b"))

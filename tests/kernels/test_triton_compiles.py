@@ -15,6 +15,7 @@ import torch
 
 from fp8_megatron.graphs import memsets
 from fp8_megatron.kernels import registration
+from fp8_megatron.kernels.grouped import gemm_cuda
 from tests.kernels.test_launch_options import MODULES
 from tests.kernels.test_launch_options import launches as launches_in
 from tests.kernels.test_operators import samples
@@ -73,6 +74,7 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(driver, "_active", Driver(capability))
+    monkeypatch.setattr(gemm_cuda, "compiled_kernel", lambda *_: None)  # Triton's instead
     forget_gpus()
     return capability
 

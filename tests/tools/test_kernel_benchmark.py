@@ -134,7 +134,7 @@ def test_grouped_gemm_cases_run(benchmark: Any) -> None:
         assert case.num_flops == 2 * rows * k * n
         found = (described if "torch FP8" in case.name else case).call(0)
         assert found is None or found.shape == shapes[case.name.partition(f" {rows},")[0].split()[-1]], case.name
-    assert len({case.name for case in cases}) == len(cases) == 11
+    assert len({case.name for case in cases}) == len(cases) == 13
 
 
 def test_grouped_gemms_are_those_of_the_page(benchmark: Any) -> None:

@@ -1,4 +1,5 @@
-"""The block-scaled GEMM in CUDA C++ (csrc/block_scaled_gemm.cu) on Hopper. `cublaslt` times it beside cuBLASLt's own.
+"""The block-scaled GEMM in CUDA C++ (csrc/block_scaled_gemm.cu) on Hopper. `cublaslt` times it beside cuBLASLt's own;
+`grouped.gemm_cuda` launches it for experts.
 
 It promotes the sum of each block of 128 to FP32, reads scales where `quantize.blocks` puts them, and adds bias and
 addend before it rounds once.
@@ -23,11 +24,12 @@ logger = logging.getLogger(__name__)
 
 _SOURCE, _FUNCTION = "block_scaled_gemm.cu", "block_scaled_gemm"
 _PARAMETERS: list[Callable[[Any], Any]] = [*[by_value] * 2, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 3]
+_EXPERTS_PARAMETERS = [ctypes.c_void_p, *[ctypes.c_int] * 4]
 _CAPABILITY = (9, 0)
 #: Columns of a tile, rows of a wgmma, and threads of a warpgroup. A block has one warpgroup more, which loads.
-_TILE_N, _WAVE_ROWS, _WARPGROUP_THREADS = 128, 64, 128
+_TILE_N, WAVE_ROWS, _WARPGROUP_THREADS = 128, 64, 128
 #: What b's rows and the result's columns are a multiple of, and addresses.
-_COLUMNS_MULTIPLE, _ALIGNMENT = 32, 16
+_COLUMNS_MULTIPLE, ALIGNMENT = 32, 16
 #: Shared memory of a block on Hopper.
 _SHARED_BYTES = 232_448
 _BARRIER_BYTES = 16
@@ -52,7 +54,7 @@ class Tiling:
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return self.warpgroups * self.waves * _WAVE_ROWS
+        return self.warpgroups * self.waves * WAVE_ROWS
 
     @property
     def threads(self) -> int:
@@ -76,6 +78,7 @@ class Tiling:
         return self.stages(b_has_tiles) * self._stage_bytes(b_has_tiles)
 
     def _stage_bytes(self, b_has_tiles: bool) -> int:
+        # Four scales of tiles; of experts' rows, instead, what a tile is.
         scales = 4 * self.rows + (16 if b_has_tiles else 4 * _TILE_N)
         return (self.rows + _TILE_N) * GEMM_BLOCK + scales + _BARRIER_BYTES
 
@@ -113,11 +116,11 @@ class BlockScaledGemm:
         Raises:
             ExtensionError: scales at another address, or the driver refuses.
         """
-        if (scales_a | scales_b) % _ALIGNMENT:
-            raise ExtensionError(f"scales at {scales_a:#x} and {scales_b:#x}, not at multiples of {_ALIGNMENT} bytes")
-        map_a = _map_of_a(a, self.m, self.k, self.tiling.rows)
+        if (scales_a | scales_b) % ALIGNMENT:
+            raise ExtensionError(f"scales at {scales_a:#x} and {scales_b:#x}, not at multiples of {ALIGNMENT} bytes")
+        map_a = map_of_a(a, self.m, self.k, self.tiling.rows)
         sizes = self.m, self.n, self.k
-        operands = map_a, _map_of_b(b, self.n, self.k), scales_a, scales_b, bias, addend, out
+        operands = map_a, map_of_b(b, self.n, self.k), scales_a, scales_b, bias, addend, out
         self.kernel.launch(self.num_blocks, self.device, *operands, *sizes)
 
 
@@ -140,39 +143,55 @@ def block_scaled_gemm(
         tiling: instead of `tiling_of`'s.
     """
     (m, k), n, (a_dtype, b_dtype, out_dtype) = a_shape, b_shape[0], dtypes
-    takes = out_dtype in (torch.bfloat16, torch.float32) and n % _COLUMNS_MULTIPLE == 0 and alignment >= _ALIGNMENT
-    properties = torch.cuda.get_device_properties(device)
-    if not takes or (properties.major, properties.minor) != _CAPABILITY:
+    takes = out_dtype in (torch.bfloat16, torch.float32) and n % _COLUMNS_MULTIPLE == 0 and alignment >= ALIGNMENT
+    if not takes:
         return None
-    num_sms = properties.multi_processor_count
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     if tiling is None:
         tiling = tiling_of(m, n, b_has_tiles, num_sms)
-    is_fp32 = out_dtype == torch.float32
-    kernel = _kernel(device, tiling, a_dtype == E5M2, b_dtype == E5M2, b_has_tiles, is_fp32)
+    kernel = compiled_kernel(device, tiling, a_dtype, b_dtype, out_dtype, b_has_tiles)
     if kernel is None:
         return None
     num_blocks = min(tiling.tiles(m, n), num_sms)
     return BlockScaledGemm(m, n, k, tiling, kernel, num_blocks, torch.device("cuda", device))
 
 
-def macros(tiling: Tiling, *, a_is_e5m2: bool, b_is_e5m2: bool, b_has_tiles: bool, out_is_fp32: bool) -> dict[str, int]:
+def macros(
+    tiling: Tiling,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    b_has_tiles: bool,
+    is_grouped: bool = False,
+) -> dict[str, int]:
     """The kernel's macros."""
     return {
         "WARPGROUPS": tiling.warpgroups,
         "WAVES": tiling.waves,
         "STAGES": tiling.stages(b_has_tiles),
-        "A_IS_E5M2": a_is_e5m2,
-        "B_IS_E5M2": b_is_e5m2,
+        "A_IS_E5M2": a_dtype == E5M2,
+        "B_IS_E5M2": b_dtype == E5M2,
         "B_HAS_TILES": b_has_tiles,
-        "OUT_IS_FP32": out_is_fp32,
+        "OUT_IS_FP32": out_dtype == torch.float32,
+        "GROUPED": is_grouped,
     }
 
 
 @cache
-def _kernel(
-    device: int, tiling: Tiling, a_is_e5m2: bool, b_is_e5m2: bool, b_has_tiles: bool, out_is_fp32: bool
+def compiled_kernel(
+    device: int,
+    tiling: Tiling,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    b_has_tiles: bool,
+    is_grouped: bool = False,
 ) -> Kernel | None:
-    given = macros(tiling, a_is_e5m2=a_is_e5m2, b_is_e5m2=b_is_e5m2, b_has_tiles=b_has_tiles, out_is_fp32=out_is_fp32)
+    """The kernel compiled and loaded; None, with a warning, if it cannot be, and on a GPU that is not Hopper."""
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != _CAPABILITY:
+        return None
+    given = macros(tiling, a_dtype, b_dtype, out_dtype, b_has_tiles, is_grouped)
     try:
         with torch.cuda.device(device):
             return Kernel(
@@ -180,20 +199,23 @@ def _kernel(
                 _FUNCTION,
                 threads=tiling.threads,
                 shared_bytes=tiling.shared_bytes(b_has_tiles),
-                parameters=_PARAMETERS,
+                parameters=[*_PARAMETERS, *(_EXPERTS_PARAMETERS if is_grouped else [])],
             )
     except ExtensionError as error:
-        logger.warning("GEMMs with scales of blocks are cuBLASLt's alone: %s", error)
+        others = "Triton's where rows are of experts" if is_grouped else "cuBLASLt's alone"
+        logger.warning("GEMMs with scales of blocks are %s: %s", others, error)
         return None
 
 
 @lru_cache(_MOST_MAPS)
-def _map_of_a(address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
+def map_of_a(address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
+    """Of a [rows, columns], in boxes of `box_rows` rows."""
     return tensor_map(address, (columns, rows), (columns,), (GEMM_BLOCK, box_rows))
 
 
 @lru_cache(_MOST_MAPS)
-def _map_of_b(address: int, rows: int, columns: int) -> TensorMap:
-    """In the order of csrc's `column_of`: of 32 rows, 8 q + 2 p + e lies at 8 p + 2 q + e in shared memory."""
+def map_of_b(address: int, rows: int, columns: int) -> TensorMap:
+    """Of b [rows, columns], in the order of csrc's `column_of`: of 32 rows, 8 q + 2 p + e lies at 8 p + 2 q + e in
+    shared memory."""
     sizes, box = (columns, 2, 4, 4, rows // 32), (GEMM_BLOCK, 2, 4, 4, _TILE_N // 32)
     return tensor_map(address, sizes, (columns, 8 * columns, 2 * columns, 32 * columns), box)

@@ -1,4 +1,5 @@
-"""The grouped FP8 GEMMs in Triton: one persistent launch for all experts, scheduled by offsets on the device.
+"""The grouped FP8 GEMMs in Triton, where `gemm_cuda` has none: one persistent launch for all experts, scheduled by
+offsets on the device.
 
 Tiles come through tensor maps (TMA). A weight gradient's sums are short, one for each token of an expert: two programs
 share a multiprocessor, so that one adds while the other writes.
@@ -25,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...dtypes import E4M3, GEMM_BLOCK, GRAD_BLOCK, GROUP_ROWS
 from ..quantize.blockwise_triton import FP_MAX_BITS, block_amax_bits, block_scale
 from ..shapes import cdiv, empty, next_power_of_2
+from . import gemm_cuda
 
 #: A weight of an expert that is larger does not stay in the L2 cache, so tiles of several row tiles go together.
 _LARGE_WEIGHT = 32 << 20
@@ -168,6 +170,9 @@ def _grouped_wgrad(
 
 def grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor) -> Tensor:
     """`gemm_reference.grouped_mm`."""
+    in_cuda = gemm_cuda.grouped_mm(a, b, scale_a, scale_b, offsets)
+    if in_cuda is not None:
+        return in_cuda
     (rows, depth), (experts, columns, _) = a.shape, b.shape
     out = empty(rows, columns, torch.bfloat16, a.device)
     has_blocks = scale_a.ndim == 2
