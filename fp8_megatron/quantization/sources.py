@@ -298,7 +298,7 @@ class ExpertActivationSource:
     """The activation of experts' rows `z` [R, F], or [R, 2F] if it is gated, times each row's probability.
 
     Attributes:
-        probs: FP32 [R].
+        probs: FP32 [R], 0 for a row without a token.
         offsets: int32 [E + 1] of the groups. Rows behind the last group are left out.
     """
 

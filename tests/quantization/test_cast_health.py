@@ -108,7 +108,8 @@ def restored(operand: Quantized) -> tuple[Tensor, Tensor]:
 def test_rows_of_no_expert_are_not_measured(recipe: RecipeName, is_grad: bool) -> None:
     """Nobody writes their payloads and scales, and they are not counted."""
     made = Recipe(recipe, False, has_probes=True).expert_quantizers()
-    z, probs, offsets = drawn(256, 2 * K, seed=3), torch.rand(256), torch.tensor([0, 128, 128]).int()
+    z, offsets = drawn(256, 2 * K, seed=3), torch.tensor([0, 128, 128]).int()
+    probs = torch.cat([torch.rand(128), torch.zeros(128)])  # of no token: 0
     forward = ExpertActivationSource(z, probs, offsets, Activation("swiglu"))
     source, quantizer, size = forward, made.input, K
     if is_grad:
