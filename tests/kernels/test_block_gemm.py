@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -329,6 +330,11 @@ def test_a_recorded_launch() -> None:
     assert torch.equal(out, expected) and out.any()
 
 
+def compile_again(monkeypatch: pytest.MonkeyPatch, user: ModuleType) -> None:
+    """`user`, a module that launches the kernel, begins without compiled ones."""
+    monkeypatch.setattr(user, "compiled_kernel", functools.cache(block_scaled_cuda.compiled_kernel.__wrapped__))
+
+
 @pytest.mark.gpu
 @needs_hopper
 def test_new_threads_load_launch_and_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,8 +342,7 @@ def test_new_threads_load_launch_and_record(monkeypatch: pytest.MonkeyPatch) -> 
     a, b = map(on_gpu, operands(512, 768, 1024, (E4M3, E4M3), "b"))
     expected, out = (torch.zeros(512, 768, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     multiply(expected, a, b)
-    uncached = functools.cache(block_scaled_cuda.compiled_kernel.__wrapped__)
-    monkeypatch.setattr(block_scaled_cuda, "compiled_kernel", uncached)
+    compile_again(monkeypatch, block_scaled_cuda)
 
     def record() -> None:
         graph = torch.cuda.CUDAGraph()
@@ -393,8 +398,7 @@ def test_a_gpu_that_cannot_compile_it_has_cublaslts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(block_scaled_cuda, "_SOURCE", "no_such.cu")
-    uncached = functools.cache(block_scaled_cuda.compiled_kernel.__wrapped__)
-    monkeypatch.setattr(block_scaled_cuda, "compiled_kernel", uncached)
+    compile_again(monkeypatch, block_scaled_cuda)
     monkeypatch.setattr(cublaslt, "_plans", {})
     monkeypatch.setattr(cublaslt, "_chosen", {})
     (a, scales_a), (b, scales_b) = map(on_gpu, operands(256, 128, 384, (E4M3, E4M3), "b"))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,7 @@ from fp8_megatron.dtypes import E4M3, E5M2
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.gemm import block_scaled_cuda
 from fp8_megatron.kernels.grouped import gemm_cuda
-from tests.kernels.test_block_gemm import compiled, emulated_map, folder, needs_hopper  # noqa: F401 (a fixture)
+from tests.kernels.test_block_gemm import compile_again, compiled, emulated_map, folder, needs_hopper  # noqa: F401 (a fixture)
 from tests.kernels.test_grouped_gemm import ROUNDING, assert_near, of_blocks, random_scales, wide
 
 #: Rows of experts: none; a tile's first 128; two tiles; a tile and 64 rows of the next one.
@@ -160,7 +159,6 @@ def test_a_gpu_that_cannot_compile_it_has_tritons(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(block_scaled_cuda, "_SOURCE", "no_such.cu")
-    uncached = functools.cache(block_scaled_cuda.compiled_kernel.__wrapped__)
-    monkeypatch.setattr(gemm_cuda, "compiled_kernel", uncached)
+    compile_again(monkeypatch, gemm_cuda)
     assert ops.grouped_mm(*operands_of_rows([128], 128, 128, device="cuda"))[:128].isfinite().all()
     assert "no_such.cu" in caplog.text and "Triton" in caplog.text
