@@ -13,6 +13,9 @@ from torch.nn.utils import parametrize
 from ..dtypes import StorageDtype
 from ..errors import UserError
 from ..formats.recipes import RecipeName
+from ..moe.any_model import experts
+from ..moe.any_model.experts import FP8Experts, convert_experts
+from ..moe.any_model.forms import expert_names
 from ..nn.conv1d import FP8Conv1D
 from ..nn.derived import fp8_class, multiplies_as_linear
 from ..nn.module import NO_TENSOR_PARALLELISM, FP8Linear
@@ -20,10 +23,8 @@ from ..nn.recomputed import Recomputations
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.recipe import Recipe
 from ..quantization.weight_shards import stored_part
-from . import attention, experts, te_modules
+from . import attention, te_modules
 from .attention import FP8MultiheadAttention, convert_attention
-from .expert_form import expert_names
-from .experts import FP8Experts, convert_experts
 from .heads import language_heads
 from .module_swap import Swap, has_hooks
 from .optimizer import is_sharded

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..moe.any_model.forms import expert_names
 from ..nn.scaled_module import ScaledModule
 from ..quantization.weight_shards import stored_part
-from .expert_form import expert_names
 
 #: Attribute of a linear layer, or of experts, that stayed as it was: the reason.
 STAYS = "_fp8_megatron_stays"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..mcore.runtime import set_rng_states
+from ..moe.upcycling import load_upcycled
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..sharding.partition import Fragment, Slot
@@ -34,7 +35,6 @@ from .run_state import (
 from .same_model import unread_tensor
 from .saved_blocks import SavedBlocks
 from .saved_run import Elements, SavedRun, differing_setting, saved_settings
-from .upcycling import load_upcycled
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """The settings of a mixture of experts, a part of the section ``model`` (`schema` says how fields become flags).
 
-How ranks share experts is in `parallel`. What experts cannot do yet, their architecture refuses (`models.moe.checks`).
+How ranks share experts is in `parallel`. What experts cannot do yet, their architecture refuses
+(`moe.architecture.checks`).
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..collectives.turns import Turns
+from ..moe.megatron.layer import Experts
+from ..moe.megatron.router import routers_of, update_expert_biases
 from ..sharding.data_parallel import DataParallelModule, finish_gradients
 from ..sharding.gradient import GradBuffer
-from .moe import Experts
-from .router import routers_of, update_expert_biases
 
 
 class FP8DataParallel(_BaseDataParallel):

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from ..activation_functions import Activation
 from ..models.keys import NORM_KEYS
+from ..moe.megatron.layer import MixtureOfExperts
 from ..nn.links import LayerLinks, LinearLinks
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
 from .mlp import FP8MLP, ChunkedMLP, HalfMLP
-from .moe import MixtureOfExperts
 from .norm import BranchingNorm, DeferredNorm, HeadNorm, Norm
 from .self_attention import FP8CoreAttention, FP8SelfAttention, RotarySelfAttention
 from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.model import ModelConfig
 from ..errors import CheckpointError
-from . import decoder, moe
+from ..moe import architecture as moe
+from . import decoder
 from .architecture import Architecture
 from .hugging_face_values import shown
 

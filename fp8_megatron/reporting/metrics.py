@@ -18,11 +18,11 @@ from typing import Any, Self
 from ..config.batch_schedule import BatchSchedule
 from ..config.moe import LOSSES
 from ..config.schema import LoggingConfig
+from ..moe.router_report import RouterReport
 from .cast_statistics import HealthSample
 from .flops import FLOPS_CONVENTION
 from .metrics_file import HEALTH_FILE, METRICS_FILE, TOKENS_FILE, MetricsFile, split_in_words
 from .metrics_sinks import ProgressBar, ScalarSink, open_sinks, wants_progress_bar
-from .router_report import RouterReport
 from .step_figures import StepFigures, reported
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from ..mcore.gpt import ModelChunk, build_model
 from ..mcore.initialization import initial_values, named_parameters_of_model
 from ..mcore.topology import Topology, is_embedding_or_output, is_linear_weight, row_split_of
 from ..models.keys import EMBEDDING_KEYS
+from ..moe.router_report import RouterTable
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.loss_scale import LossScale
 from ..planning.memory import model_storage, optimizer_settings
@@ -28,7 +29,6 @@ from ..quantization.amax_history import AmaxHistory
 from ..quantization.cast_report import SlotNames
 from ..quantization.recipe import Recipe
 from ..reporting.memory_report import MemoryByKind, StorageBytes
-from ..reporting.router_report import RouterTable
 from ..sharding.data_parallel import DataParallelModule, Exchange
 from ..sharding.partition import StorageClass, storage_class
 from ..sharding.staging import StagingPools

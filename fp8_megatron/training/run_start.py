@@ -34,13 +34,13 @@ from ..checkpoint.run_state import Progress, Resumable
 from ..checkpoint.saved_run import differing_setting
 from ..checkpoint.saved_settings import differing_order
 from ..checkpoint.saving import CheckpointWriter, Retention
-from ..checkpoint.upcycling import upcycling_problem
 from ..config.folder_checks import load_problem
 from ..config.schema import CheckpointConfig, Config
 from ..device.device import node_size
 from ..device.memory import memory_bytes
 from ..errors import UserError
 from ..mcore.topology import Topology
+from ..moe.upcycling import upcycling_problem
 from ..outputs import check_free_bytes, free_bytes, writing_to
 from ..planning.activations import predict_host_bytes
 from ..planning.memory import predict_checkpoint_bytes, predict_memory

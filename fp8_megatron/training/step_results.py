@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..device.memory import HostCopy, Mark
+from ..moe.router_report import RouterReport, RouterTable
 from ..quantization.cast_report import CastReport
 from ..reporting.cast_statistics import HealthSample
-from ..reporting.router_report import RouterReport, RouterTable
 from ..reporting.step_figures import StepFigures
 from ..watch.replica_hash import PendingCheck
 from .cast_sampling import PendingSample

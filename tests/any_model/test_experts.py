@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fp8_megatron
 from fp8_megatron.any_model import plain_model, replace_linears, report
-from fp8_megatron.any_model.experts import FP8Experts
+from fp8_megatron.moe.any_model.experts import FP8Experts
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db
 from tests.any_model.architectures import VOCABULARY, tokens

@@ -20,9 +20,9 @@ from transformers.integrations.finegrained_fp8 import FP8Linear as TheirLinear
 
 import fp8_megatron
 from fp8_megatron.any_model import plain_model
-from fp8_megatron.any_model.experts import FP8Experts
 from fp8_megatron.dtypes import E4M3
 from fp8_megatron.errors import UserError
+from fp8_megatron.moe.any_model.experts import FP8Experts
 from fp8_megatron.nn.module import FP8Linear
 
 Layer = torch.nn.Module

@@ -20,7 +20,7 @@ from fp8_megatron.config.megatron_flags import Kind, megatron_options
 from fp8_megatron.config.model import ModelConfig
 from fp8_megatron.config.schema import Config
 from fp8_megatron.config.words import decimal
-from fp8_megatron.models.moe import computed_settings
+from fp8_megatron.moe.architecture import computed_settings
 from tests.harness.tiny_gpt import GPT3_STYLE, LLAMA_STYLE
 
 YARN = replace(LLAMA_STYLE, position_embedding_type="yarn", rotary_scaling_factor=4.0)

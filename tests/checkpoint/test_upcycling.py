@@ -15,11 +15,11 @@ from megatron.core.transformer.moe.upcycling_utils import upcycle_state_dict
 from torch import Tensor
 
 from fp8_megatron.checkpoint.loading import LoadOptions
-from fp8_megatron.checkpoint.upcycling import upcycling_problem
 from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig
+from fp8_megatron.moe.upcycling import upcycling_problem
 from tests.harness.megatron_run import config_of, megatron_run
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank

@@ -30,9 +30,9 @@ from fp8_megatron.conversion.logits import logits_of_folder, logits_of_weights, 
 from fp8_megatron.conversion.torch_dist_writer import write_torch_dist
 from fp8_megatron.dtypes import E4M3
 from fp8_megatron.kernels import ops
-from fp8_megatron.models.moe.hugging_face_config import family_of, model_from_json
-from fp8_megatron.models.moe.table import EXPERTS_FC1
 from fp8_megatron.models.registry import hugging_face_of_json, weight_shapes
+from fp8_megatron.moe.architecture.hugging_face_config import family_of, model_from_json
+from fp8_megatron.moe.architecture.table import EXPERTS_FC1
 from tests.harness.counted_weights import CountedWeights
 from tests.harness.hugging_face_models import MODELS, VOCAB_SIZE, load_logits, make_model, save_model
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8_megatron.collectives.token_exchange import AllGather
 from fp8_megatron.collectives.turns import _Pair
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.mcore.moe import Experts
+from fp8_megatron.moe.megatron.layer import Experts
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer
 from tests.harness.runs import EXPERT_FLAGS, GPU_RUN, tiny_flags

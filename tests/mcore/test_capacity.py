@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, topk_routing_with_score_function
 
 from fp8_megatron.config.moe import expert_capacity
-from fp8_megatron.mcore.router import within_capacity
+from fp8_megatron.moe.megatron.router import within_capacity
 
 TOKENS, EXPERTS, TOP_K = 96, 8, 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_megatron.mcore.router import _Gating, _in_three
+from fp8_megatron.moe.megatron.router import _Gating, _in_three
 from fp8_megatron.quantization.stats import snr_db
 
 

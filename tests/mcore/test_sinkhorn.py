@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 
-from fp8_megatron.mcore.router import sinkhorn
+from fp8_megatron.moe.megatron.router import sinkhorn
 
 
 @pytest.mark.parametrize("std", [0.02, 1.0, 4.0])

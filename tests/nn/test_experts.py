@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8_megatron.activation_functions import Activation
 from fp8_megatron.collectives.token_exchange import AllGather, AllToAll, TokenExchange
 from fp8_megatron.dtypes import E4M3
-from fp8_megatron.nn.experts import (
+from fp8_megatron.moe.layers.experts import (
     experts,
     fp8_experts,
     grouped_by_expert,

@@ -19,7 +19,7 @@ from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import Config, ModelConfig, TrainingConfig
 from fp8_megatron.models.decoder.costs import fp8_bytes
 from fp8_megatron.models.registry import architecture_of
-from fp8_megatron.nn.experts import fp8_experts, grouped_by_expert
+from fp8_megatron.moe.layers.experts import fp8_experts, grouped_by_expert
 from fp8_megatron.nn.gemms import LinearParams
 from fp8_megatron.planning.activations import predict_peak
 from fp8_megatron.quantization.recipe import Recipe

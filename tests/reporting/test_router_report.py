@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from fp8_megatron.moe.router_report import RouterReport, RouterTable
 from fp8_megatron.reporting.metrics import StepMetrics
-from fp8_megatron.reporting.router_report import RouterReport, RouterTable
 from tests.reporting.test_metrics import QUIET, open_logger, step
 
 TABLE = RouterTable(layers=(1, 2), num_experts=4, means={"load_balancing_loss": 2, "z_loss": 4})

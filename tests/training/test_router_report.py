@@ -11,10 +11,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from fp8_megatron.config.io import parse_config
-from fp8_megatron.mcore.router import Router
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
 from fp8_megatron.mcore.transformer_config import transformer_config
+from fp8_megatron.moe.megatron.router import Router
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, TOKENS_FILE, read_rows
 from fp8_megatron.training.build import router_table
 from fp8_megatron.training.trainer import Trainer

@@ -33,7 +33,7 @@ from .hugging_face_windows import layer_type_problems, windows_json, windows_of_
 
 #: As `HuggingFace.families`; a model is written as the first that computes the same.
 families = {family.model_type: family for family in (GPT2, LLAMA, QWEN3, MISTRAL, QWEN2)}
-#: Those that `model_from_json` reads: gpt-oss too, for `models.moe`.
+#: Those that `model_from_json` reads: gpt-oss too, for `moe.architecture`.
 _READ = {**families, GPT_OSS.model_type: GPT_OSS}
 
 #: Hugging Face's names of GELU: of its tanh form, and of the exact one. The first is written.

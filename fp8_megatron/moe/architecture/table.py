@@ -11,9 +11,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ...config.model import ModelConfig
-from ..architecture import LayerShape, Parameter
-from ..decoder import table as decoder
-from ..keys import EXPERTS, LAYERS
+from ...models.architecture import LayerShape, Parameter
+from ...models.decoder import table as decoder
+from ...models.keys import EXPERTS, LAYERS
 
 ROUTER = LAYERS + "mlp.router."
 EXPERTS_FC1 = EXPERTS + "linear_fc1."

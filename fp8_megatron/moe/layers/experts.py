@@ -28,20 +28,20 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from torch.utils.checkpoint import checkpoint
 
-from ..activation_functions import Activation
-from ..collectives.row_exchange import RowSum
-from ..dtypes import FP8_GEMM_MULTIPLE
-from ..formats.format import Format, Quantized
-from ..kernels import ops
-from ..kernels.ops import Groups
-from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.sources import ExpertActivationGradSource, ExpertActivationSource, TensorSource
-from ..quantization.weight_grad import WeightGrad
-from .first_order import once_differentiable
-from .gemms import Computed, LinearParams, delivered_wgrad, transposed_weight, weight_operand
-from .parallelism import PendingSum
-from .rows import OperandRows
-from .token_flight import Flight
+from ...activation_functions import Activation
+from ...collectives.row_exchange import RowSum
+from ...dtypes import FP8_GEMM_MULTIPLE
+from ...formats.format import Format, Quantized
+from ...kernels import ops
+from ...kernels.ops import Groups
+from ...nn.first_order import once_differentiable
+from ...nn.gemms import Computed, LinearParams, delivered_wgrad, transposed_weight, weight_operand
+from ...nn.parallelism import PendingSum
+from ...nn.rows import OperandRows
+from ...nn.token_flight import Flight
+from ...quantization.scaled_tensor import ScaledTensor
+from ...quantization.sources import ExpertActivationGradSource, ExpertActivationSource, TensorSource
+from ...quantization.weight_grad import WeightGrad
 
 
 def grouped_by_expert(

@@ -9,8 +9,8 @@ from ...config.fields import MAX_REAL
 from ...config.moe import ALONE, LOSSES
 from ...config.schema import Config
 from ...config.words import multiples_near, number, shortened
+from ...models.decoder.checks import problems as decoder_problems
 from ...storage import CHUNK
-from ..decoder.checks import problems as decoder_problems
 
 #: Losses of Megatron that no router here has, and what to use instead.
 _MISSING = {

@@ -14,20 +14,20 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..activation_functions import Activation
-from ..collectives.token_exchange import AllGather, AllToAll
-from ..collectives.turns import Turns
-from ..device.group import Group
-from ..dtypes import E4M3
-from ..nn.experts import experts, fp8_experts, grouped_by_expert, recomputed, send_tokens, with_biases
-from ..nn.gemms import LinearParams
-from ..nn.links import LinearLinks
-from ..nn.parallelism import LOCAL, Exchanged, Local
-from ..nn.token_flight import Flight, SendTokens, StartSum, exchange_choices
-from ..quantization.recipe import Recipe
-from ..quantization.scaled_tensor import ScaledTensor
+from ...activation_functions import Activation
+from ...collectives.token_exchange import AllGather, AllToAll
+from ...collectives.turns import Turns
+from ...device.group import Group
+from ...dtypes import E4M3
+from ...mcore.tensor_parallel import FallsBack, as_scaled
+from ...nn.gemms import LinearParams
+from ...nn.links import LinearLinks
+from ...nn.parallelism import LOCAL, Exchanged, Local
+from ...nn.token_flight import Flight, SendTokens, StartSum, exchange_choices
+from ...quantization.recipe import Recipe
+from ...quantization.scaled_tensor import ScaledTensor
+from ..layers.experts import experts, fp8_experts, grouped_by_expert, recomputed, send_tokens, with_biases
 from .router import Router, device_of
-from .tensor_parallel import FallsBack, as_scaled
 
 
 class ExpertLinear(FallsBack, torch.nn.Module):
@@ -78,7 +78,7 @@ class ExpertLinear(FallsBack, torch.nn.Module):
 
 
 class Experts(torch.nn.Module):
-    """The experts of a layer: two projections and the activation between them (`nn.experts`).
+    """The experts of a layer: two projections and the activation between them (`moe.layers.experts`).
 
     Args:
         groups: ``tp_ep``, the ranks that share the experts of a layer, each with its own tokens; and ``ep``, those of

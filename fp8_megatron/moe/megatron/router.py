@@ -14,9 +14,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..config.moe import DROPPED, LOSSES, expert_capacity, reported_means
-from ..kernels import ops
-from ..nn.first_order import once_differentiable
+from ...config.moe import DROPPED, LOSSES, expert_capacity, reported_means
+from ...kernels import ops
+from ...nn.first_order import once_differentiable
 
 
 def device_of(config: TransformerConfig) -> torch.device | int:

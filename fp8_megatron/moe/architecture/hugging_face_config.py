@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...config.model import ModelConfig
-from ..decoder import hugging_face_config as decoder
-from ..decoder.hugging_face_rules import (
+from ...models.decoder import hugging_face_config as decoder
+from ...models.decoder.hugging_face_rules import (
     GPT_OSS,
     MISTRAL,
     QWEN2,
@@ -28,9 +28,9 @@ from ..decoder.hugging_face_rules import (
     llama_rules,
     split_gate_and_up,
 )
-from ..decoder.table import FC1, FC2
-from ..hugging_face import Family, Rule, first_without
-from ..hugging_face_values import Json, count, number, refuse, shown, truth, without_aliases, wrong_types
+from ...models.decoder.table import FC1, FC2
+from ...models.hugging_face import Family, Rule, first_without
+from ...models.hugging_face_values import Json, count, number, refuse, shown, truth, without_aliases, wrong_types
 from .hugging_face_gpt_oss import mixture_rules
 from .table import EXPERTS_FC1, EXPERTS_FC2, ROUTER, SHARED_FC1, SHARED_FC2, SHARED_GATE
 

@@ -15,6 +15,16 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..checkpoint.files import CheckpointError, is_megatron_checkpoint
+from ..checkpoint.manifest import read_manifest
+from ..checkpoint.megatron_layout import Name
+from ..checkpoint.megatron_loading import differing_argument, local_part, open_megatron_checkpoint, store
+from ..checkpoint.ranks import Ranks
+from ..checkpoint.run_state import MASTER, Progress, Resumable
+from ..checkpoint.same_model import first_difference, settings_of_arguments
+from ..checkpoint.saved_run import differing_setting, saved_model_settings
+from ..checkpoint.torch_dist import TorchDistReader
+from ..checkpoint.weights import TorchDistWeights, check_shapes
 from ..config.model import ModelConfig
 from ..config.moe import MoeConfig
 from ..mcore.initialization import initial_values
@@ -22,16 +32,6 @@ from ..models.keys import EXPERTS, LAYERS, VOCABULARY_KEYS, key_and_layer
 from ..models.registry import weight_shapes
 from ..sharding.partition import Slot
 from ..sharding.region import Shape
-from .files import CheckpointError, is_megatron_checkpoint
-from .manifest import read_manifest
-from .megatron_layout import Name
-from .megatron_loading import differing_argument, local_part, open_megatron_checkpoint, store
-from .ranks import Ranks
-from .run_state import MASTER, Progress, Resumable
-from .same_model import first_difference, settings_of_arguments
-from .saved_run import differing_setting, saved_model_settings
-from .torch_dist import TorchDistReader
-from .weights import TorchDistWeights, check_shapes
 
 _ROUTER = LAYERS + "mlp.router."
 _ReadsLayer = Callable[[str, int | None], Tensor]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..activation_functions import Activation
-from ..dtypes import E4M3
-from ..kernels.ops import Groups
-from .compiled import add_to_grad, check_no_hooks, define, is_wanted, layer_of
+from ...activation_functions import Activation
+from ...dtypes import E4M3
+from ...kernels.ops import Groups
+from ...nn.compiled import add_to_grad, check_no_hooks, define, is_wanted, layer_of
+from ...nn.gemms import LinearParams, note_forward
 from .experts import KeptByExperts, experts_backward, experts_forward
-from .gemms import LinearParams, note_forward
 
 
 class CompilableExperts(Protocol):

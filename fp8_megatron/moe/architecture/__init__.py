@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...config.model import ModelConfig
-from ..decoder.costs import attention_flops, table_bytes
+from ...models.decoder.costs import attention_flops, table_bytes
 from .checks import problems
 from .computed import changed_setting, computed_settings
 from .costs import backward_bytes, forward_bytes, kept_bytes, recomputed_bytes
 from .table import layer_orders, layer_shape, linear_weights, parameters, shared_axes
 
 if TYPE_CHECKING:
-    from ..hugging_face import HuggingFace
+    from ...models.hugging_face import HuggingFace
 
 
 def hugging_face() -> HuggingFace:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..activation_functions import KINDS, Activation
-from ..nn.scaled_module import Layout
-from ..quantization import unfused
+from ...activation_functions import KINDS, Activation
+from ...nn.scaled_module import Layout
+from ...quantization import unfused
 
 
 class ExpertNames(NamedTuple):

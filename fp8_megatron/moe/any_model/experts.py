@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ..activation_functions import Activation
-from ..dtypes import CHUNK, StorageDtype
-from ..errors import UserError
-from ..kernels.ops import Groups
-from ..nn.compiled import new_token
-from ..nn.compiled_experts import compiled_experts
-from ..nn.experts import fp8_experts, grouped_by_expert, with_biases
-from ..nn.gemms import LinearParams, note_forward
-from ..nn.operands import as_rows
-from ..nn.recomputed import Recomputations
-from ..nn.scaled_module import Layout, ScaledModule, stored
-from ..quantization.recipe import LinearQuantizers, Recipe
-from ..quantization.scaled_tensor import ScaledTensor
-from ..quantization.weight_shards import stored_part
-from ..quantization.weight_views import Home
-from .expert_form import ExpertForm, ExpertNames, form_of, rows_apart
-from .module_swap import Swap, has_hooks, keep_notes
+from ...activation_functions import Activation
+from ...any_model.module_swap import Swap, has_hooks, keep_notes
+from ...dtypes import CHUNK, StorageDtype
+from ...errors import UserError
+from ...kernels.ops import Groups
+from ...nn.compiled import new_token
+from ...nn.gemms import LinearParams, note_forward
+from ...nn.operands import as_rows
+from ...nn.recomputed import Recomputations
+from ...nn.scaled_module import Layout, ScaledModule, stored
+from ...quantization.recipe import LinearQuantizers, Recipe
+from ...quantization.scaled_tensor import ScaledTensor
+from ...quantization.weight_shards import stored_part
+from ...quantization.weight_views import Home
+from ..layers.compiled import compiled_experts
+from ..layers.experts import fp8_experts, grouped_by_expert, with_biases
+from .forms import ExpertForm, ExpertNames, form_of, rows_apart
 
 
 class FP8Experts(ScaledModule):

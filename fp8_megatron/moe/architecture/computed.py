@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...config.model import ModelConfig, layers_with_experts
-from ..decoder import computed as decoder
+from ...models.decoder import computed as decoder
 
 _OF_EXPERTS = (
     "moe_layer_freq",

@@ -1,5 +1,5 @@
-"""Bytes of a rank in the forward and backward of a layer with experts, as `nn.experts` keeps them; a layer without
-experts costs what a decoder's does."""
+"""Bytes of a rank in the forward and backward of a layer with experts, as `moe.layers.experts` keeps them; a layer
+without experts costs what a decoder's does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ...config.moe import expert_capacity
 from ...config.schema import Config
+from ...models.decoder import costs as decoder
 from ...storage import GROUP_ROWS
-from ..decoder import costs as decoder
 
 #: Bytes of an element of the 16-bit types, and of the router's numbers.
 _HALF, _FP32 = 2, 4

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..hugging_face import Rule
+from ...models.hugging_face import Rule
 from .table import EXPERTS_FC1, EXPERTS_FC2, ROUTER
 
 #: Values of a block.

@@ -1,0 +1,1 @@
+"""The FP8 functions of a layer's experts, on torch alone."""

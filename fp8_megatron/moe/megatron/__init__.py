@@ -1,0 +1,1 @@
+"""A mixture of experts in megatron-core's GPT."""
