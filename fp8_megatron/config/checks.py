@@ -15,7 +15,7 @@ from .batch_schedule import BatchSchedule
 from .fields import limit_problems
 from .ignored import ignored_settings
 from .pipeline_checks import interleaving_problems, layout_problem, recompute_problem
-from .precision_checks import precision_problems
+from .precision_checks import fallback_length_problems, precision_problems
 from .recompute_checks import (
     loss_chunk_problems,
     mlp_chunk_problems,
@@ -186,7 +186,11 @@ def _check_length(config: Config, world_size: int) -> Iterator[str]:
         yield str(error)
         return
     problems = list(schedule_problems(config, world_size))
-    yield from problems or profile_problems(config, config.train_iters(world_size), world_size)
+    yield from problems
+    if not problems:
+        train_iters = config.train_iters(world_size)
+        yield from fallback_length_problems(config.precision, train_iters)
+        yield from profile_problems(config, train_iters, world_size)
 
 
 def _check_reduction(config: Config) -> Iterator[str]:

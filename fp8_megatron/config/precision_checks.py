@@ -57,6 +57,13 @@ def _check_fallback(config: Config) -> Iterator[str]:
         yield f"{name}({recipe}): fp8_dot_product_attention needs delayed scales to the end; drop one of them"
 
 
+def fallback_length_problems(precision: PrecisionConfig, train_iters: int) -> Iterator[str]:
+    """A line if a run of `train_iters` steps ends before its recipe changes."""
+    first = precision.fp8_fallback_iter
+    if precision.fp8_fallback_recipe is not None and first is not None and first > train_iters:
+        yield f"fp8_fallback_iter({first}) > train_iters({train_iters}): the run ends before; lower it"
+
+
 def _check_te(config: Config, *, on_this_machine: bool) -> Iterator[str]:
     precision = config.precision
     if on_this_machine and importlib.util.find_spec("transformer_engine") is None:

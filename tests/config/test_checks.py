@@ -350,6 +350,11 @@ FULL = "--recompute-granularity full "
         (1, "--release-gradients --clip-grad 0 --precision bf16", "release_gradients is for FP8's linear weights,"),
         (1, "--release-gradients --clip-grad 0 --precision fp16", "before an overflow of the loss scale can be"),
         # profiles
+        (
+            1,
+            "--train-iters 5 --fp8-recipe delayed --fp8-fallback-recipe blockwise --fp8-fallback-iter 6",
+            "fp8_fallback_iter(6) > train_iters(5): the run ends before; lower it",
+        ),
         (1, "--train-iters 5 --profile", "profile_step_start(10) and profile_step_end(12) are not a range of steps"),
         (1, "--profile --profile-step-start 4 --profile-step-end 4", "profile_step_start(4) and profile_step_end(4)"),
         (1, "--nccl-communicator-config-path nowhere.yaml", "nccl_communicator_config_path(nowhere.yaml) is not a"),
