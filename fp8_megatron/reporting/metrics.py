@@ -16,12 +16,11 @@ from statistics import fmean, median
 from typing import Any, Self
 
 from ..config.batch_schedule import BatchSchedule
-from ..config.moe import LOSSES
 from ..config.schema import LoggingConfig
-from ..moe.router_report import RouterReport
 from .cast_statistics import HealthSample
 from .flops import FLOPS_CONVENTION
-from .metrics_file import HEALTH_FILE, METRICS_FILE, TOKENS_FILE, MetricsFile, split_in_words
+from .layer_report import LayerReport
+from .metrics_file import HEALTH_FILE, METRICS_FILE, MetricsFile, split_in_words
 from .metrics_sinks import ProgressBar, ScalarSink, open_sinks, wants_progress_bar
 from .step_figures import StepFigures, reported
 
@@ -97,6 +96,7 @@ class MetricsLogger:
         left_out: Collection[int] = (),
         resume_iteration: int = 0,
         replaces_other_run: bool = False,
+        layer_files: Collection[str] = (),
         peak_flops: float | None = None,
         run_config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -108,13 +108,12 @@ class MetricsLogger:
             resume_iteration: last iteration before this session; metrics.jsonl is cut after it. 0: a new run.
             replaces_other_run: older files of `output_dir` are another run's: they are renamed, and nothing goes on
                 from them.
+            layer_files: names of the files that parts of layers may write.
             peak_flops: the MFU's denominator in FLOP/s, to be logged.
             run_config: the run's configuration, for W&B.
         """
         self._is_writer = is_writer
         self._log_interval = config.log_interval
-        self._reports_layers = config.moe_per_layer_logging
-        self._tokens_interval = config.save_tokens_per_expert_interval
         self._total_iterations = total_iterations
         self._batches = batches
         self._left_out = sorted(left_out)
@@ -128,7 +127,7 @@ class MetricsLogger:
         kept_until = 0 if replaces_other_run else resume_iteration
         self._file = MetricsFile(output_dir / METRICS_FILE, resume_iteration=kept_until)
         self._health_file = MetricsFile(output_dir / HEALTH_FILE, resume_iteration=kept_until)
-        self._tokens_file = MetricsFile(output_dir / TOKENS_FILE, resume_iteration=kept_until)
+        self._layer_files = {name: MetricsFile(output_dir / name, resume_iteration=kept_until) for name in layer_files}
         self._file.make()
         self._history.restore(self._file.kept)
         self._sinks = open_sinks(config, output_dir, resume_iteration=kept_until, run_config=run_config)
@@ -143,24 +142,23 @@ class MetricsLogger:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def log_step(self, metrics: StepMetrics, routers: RouterReport | None = None) -> None:
+    def log_step(self, metrics: StepMetrics, layers: LayerReport | None = None) -> None:
         """Log one step. Prints its line for the first, the last, every log_interval-th and every non-finite step.
 
         Args:
-            routers: of its layers with experts.
+            layers: what a part of its layers reports.
         """
         if not self._is_writer:
             return
         first = self._history.num_session_steps == 0
         self._history.add_step(metrics)
-        layers = routers if self._reports_layers else None
-        self._file.append(metrics.row() | (layers.row() if layers else {}))
-        self._send(metrics.scalars() | (layers.scalars() if layers else {}), metrics.iteration)
-        if routers is not None and self._tokens_interval and metrics.iteration % self._tokens_interval == 0:
-            self._tokens_file.append(routers.tokens_row(metrics.iteration))
+        self._file.append({**metrics.row(), **(layers.row() if layers else {})})
+        self._send({**metrics.scalars(), **(layers.scalars() if layers else {})}, metrics.iteration)
+        for name, row in layers.file_rows(metrics.iteration).items() if layers else ():
+            self._layer_files[name].append(row)
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._total_iterations
         if due or first or not math.isfinite(metrics.loss):
-            logger.info("%s", self._step_line(self._history.typical(metrics)))
+            logger.info("%s", self._step_line(self._history.typical(metrics), layers))
         if self._progress is not None:
             self._progress.update(self._steps_to(metrics.iteration), metrics.loss)
 
@@ -215,7 +213,8 @@ class MetricsLogger:
             self._progress.close()
         self._file.close()
         self._health_file.close()
-        self._tokens_file.close()
+        for file in self._layer_files.values():
+            file.close()
         while self._sinks:
             self._sinks.pop().close()
 
@@ -231,7 +230,7 @@ class MetricsLogger:
         notes += [f"{num_left_out} left out by --iterations-to-skip"] if num_left_out else []
         return f"{reached} of {self._total_iterations}" + (f" ({'; '.join(notes)})" if notes else "")
 
-    def _step_line(self, metrics: StepMetrics) -> str:
+    def _step_line(self, metrics: StepMetrics, layers: LayerReport | None) -> str:
         grows = self._batches is not None and not self._batches.is_constant
         return step_line(
             metrics,
@@ -239,6 +238,7 @@ class MetricsLogger:
             peak_flops=self._peak_flops,
             eta_seconds=self._seconds_left(metrics),
             shows_batch=grows,
+            layers=layers,
         )
 
     def _seconds_left(self, metrics: StepMetrics) -> float:
@@ -266,6 +266,7 @@ def step_line(
     peak_flops: float | None,
     eta_seconds: float | None,
     shows_batch: bool = False,
+    layers: LayerReport | None = None,
 ) -> str:
     """The console's line of one step; fields that are None are left out."""
     fields = [
@@ -280,7 +281,7 @@ def step_line(
         f"{_tflops_text(metrics.tflops_per_gpu)} TFLOP/s/GPU ({FLOPS_CONVENTION[False]})",
         _mfu_text(metrics.mfu, peak_flops),
         f"{metrics.peak_memory_gib:.1f} GiB peak",
-        *_experts_texts(metrics),
+        *(layers.texts() if layers else ()),
         _clamped_text(metrics),
         None if metrics.grad_saturation_fraction is None else f"saturated {metrics.grad_saturation_fraction:.4%}",
         None if metrics.grad_underflow_fraction is None else f"underflow {metrics.grad_underflow_fraction:.2%}",
@@ -403,21 +404,6 @@ def _mfu_text(mfu: float | None, peak_flops: float | None) -> str | None:
     if mfu is None:
         return None
     return f"MFU {mfu:.1%}" + ("" if peak_flops is None else f" of {peak_flops / 1e12:.0f}")
-
-
-def _experts_texts(metrics: StepMetrics) -> list[str]:
-    """How experts are loaded, and the losses that balance them; empty without experts."""
-    if metrics.load_imbalance is None:
-        return []
-    idle = f", {metrics.idle_experts:.0f} idle" if metrics.idle_experts else ""
-    if metrics.dropped_fraction is not None:
-        idle += f", {metrics.dropped_fraction:.2%} dropped"
-    names = (*LOSSES.values(), "z_loss")
-    losses = [(name, getattr(metrics, name)) for name in names]
-    return [
-        f"experts' load {metrics.min_load:.2f} to {metrics.load_imbalance:.2f} of the mean{idle}",
-        *(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses if loss is not None),
-    ]
 
 
 def _clamped_text(metrics: StepMetrics) -> str | None:

@@ -35,9 +35,6 @@ QUANTITIES = {
 
 METRICS_FILE = "metrics.jsonl"
 
-#: With --save-tokens-per-expert-interval: the tokens of every expert of a step.
-TOKENS_FILE = "tokens_per_expert.jsonl"
-
 #: Larger whole numbers are not exact as floats, which figures are drawn with.
 _MAX_ITERATION = 1 << 53
 

@@ -29,7 +29,7 @@ class StepFigures:
     On the device they are one FP32 tensor in the order of the fields (`pack`). The host copies it while the step runs
     and reads it one step later, so that nothing waits (`training.step_results`). To add a figure, add one line here
     and one where `train_step` packs it; metrics.jsonl, TensorBoard and W&B then report it. The figures of casts come
-    from the `CastReport` instead, those of experts from the `RouterReport`.
+    from the `CastReport` instead. What parts of layers report stands beside them (`layer_report`).
 
     A figure with a default may be missing. Then it is NaN in the tensor and None here.
     """
@@ -50,7 +50,7 @@ class StepFigures:
     update_rms_proj: float | None = reported("optimizer/update_rms_proj", default=None)
     """That of attention's output projections."""
     update_rms_fc1: float | None = reported("optimizer/update_rms_fc1", default=None)
-    """That of the first linear layers of MLPs and experts."""
+    """That of the first linear layers of MLPs."""
     update_rms_fc2: float | None = reported("optimizer/update_rms_fc2", default=None)
     """That of the second ones."""
     orthogonality_error: float | None = reported("optimizer/orthogonality_error", default=None)
@@ -76,22 +76,6 @@ class StepFigures:
     """Smallest pre-scale μ of auto-scaling; None without auto-scaling."""
     loss_scale: float | None = reported("train/loss_scale", default=None)
     """Factor of the next loss; None without a loss scale."""
-    load_imbalance: float | None = reported("moe/load_imbalance", default=None)
-    """Tokens of a layer's busiest expert over the mean of its experts, in the worst layer; None without experts."""
-    min_load: float | None = reported("moe/min_load", default=None)
-    """Tokens of a layer's least used expert over the mean of its experts, in the worst layer."""
-    idle_experts: float | None = reported("moe/idle_experts", default=None)
-    """Experts of all layers that got no token."""
-    dropped_fraction: float | None = reported("moe/dropped_fraction", default=None)
-    """Of the experts that tokens chose, the fraction without room for them; None without a capacity."""
-    load_balancing_loss: float | None = reported("load_balancing_loss", default=None)
-    """Loss of --moe-router-load-balancing-type aux_loss, mean over layers, without its factor; None if it has none."""
-    seq_load_balancing_loss: float | None = reported("seq_load_balancing_loss", default=None)
-    """That of seq_aux_loss."""
-    global_load_balancing_loss: float | None = reported("global_load_balancing_loss", default=None)
-    """That of global_aux_loss."""
-    z_loss: float | None = reported("z_loss", default=None)
-    """The routers' z-loss, mean over layers, without its factor; None if it has none."""
     peak_memory_gib: float = reported("memory/peak_gib")
     """Peak memory of any rank so far. On a GPU: the allocator's peak and the memory counted beside it."""
 

@@ -13,21 +13,21 @@ from itertools import chain
 import torch
 
 from ..checkpoint.run_state import Resumable
-from ..config.moe import DROPPED, reported_means
-from ..config.schema import Config, ModelConfig, PrecisionConfig
+from ..config.schema import Config, PrecisionConfig
 from ..dtypes import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel, finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
 from ..mcore.initialization import initial_values, named_parameters_of_model
 from ..mcore.topology import Topology, is_embedding_or_output, is_linear_weight, row_split_of
 from ..models.keys import EMBEDDING_KEYS
-from ..moe.router_report import RouterTable
+from ..moe.router_report import TOKENS_FILE, router_table
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.loss_scale import LossScale
 from ..planning.memory import model_storage, optimizer_settings
 from ..quantization.amax_history import AmaxHistory
 from ..quantization.cast_report import SlotNames
 from ..quantization.recipe import Recipe
+from ..reporting.layer_report import LayerTable
 from ..reporting.memory_report import MemoryByKind, StorageBytes
 from ..sharding.data_parallel import DataParallelModule, Exchange
 from ..sharding.partition import StorageClass, storage_class
@@ -36,6 +36,9 @@ from ..update_rules import RULES, Rate, width_power
 from ..watch.replica_hash import ReplicaCheck
 from .cast_sampling import CastSampler
 from .schedule import RunSchedule
+
+#: What parts of layers may write, of any run.
+LAYER_FILES = (TOKENS_FILE,)
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class TrainingState:
     padded_vocab_size: int
     sampler: CastSampler | None = None
     """Measures single casts on sampled steps; None without --fp8-health-interval or FP8 layers."""
-    routers: RouterTable | None = None
-    """How the routers' numbers travel to the host; None without experts."""
+    layer_table: LayerTable | None = None
+    """How what a part of the layers reports travels to the host; None: no part does."""
 
     @property
     def samples_per_micro_batch(self) -> int:
@@ -186,23 +189,12 @@ def build_training_state(
         num_micro_batches=num_micro_batches,
         padded_vocab_size=padded_vocab_size,
         sampler=sampler,
-        routers=router_table(config.model, topology),
+        layer_table=router_table(
+            config,
+            num_sequences=topology.dp.size(),
+            num_ranks=topology.dp.size() * topology.cp.size() * topology.tp.size(),
+        ),
     )
-
-
-def router_table(model: ModelConfig, topology: Topology) -> RouterTable | None:
-    """What the routers of all ranks report; None without experts.
-
-    A balancing loss is one mean over the ranks that share a sequence, or over all ranks if it is that of the global
-    batch. The z-loss and what is dropped are means on each rank.
-    """
-    if model.num_experts is None:
-        return None
-    num_sequences = topology.dp.size()
-    num_ranks = num_sequences * topology.cp.size() * topology.tp.size()
-    means = {"global_load_balancing_loss": 1, "z_loss": num_ranks, DROPPED: num_ranks}
-    names = reported_means(model.balancing_losses, model.moe_z_loss_coeff, model.moe_expert_capacity_factor)
-    return RouterTable(model.expert_layers, model.num_experts, {name: means.get(name, num_sequences) for name in names})
 
 
 def build_recipe(precision: PrecisionConfig, *, has_probes: bool = False) -> Recipe:

@@ -25,7 +25,7 @@ from ..reporting.plot import plot_losses
 from ..reporting.report import Output, write_report
 from ..reporting.run_log import EventKind, event
 from ..watch.restarts import Launch
-from .build import TrainingState, measured_storage, slot_names_of_ranks
+from .build import LAYER_FILES, TrainingState, measured_storage, slot_names_of_ranks
 from .loss_spikes import Spike, SpikeGuard
 from .run_start import Session
 from .step_results import StepResult
@@ -90,6 +90,7 @@ class RunReport:
             left_out=config.training.left_out,
             resume_iteration=progress.iteration,
             replaces_other_run=session.replaces_other_run,
+            layer_files=LAYER_FILES,
             peak_flops=self._peak_flops,
             run_config=asdict(config),
         )
@@ -206,7 +207,7 @@ class RunReport:
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.consumed_samples * model.seq_length,
             ),
-            result.routers,
+            result.layers,
         )
 
     def health(self, sample: HealthSample) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..device.memory import HostCopy, Mark
-from ..moe.router_report import RouterReport, RouterTable
 from ..quantization.cast_report import CastReport
 from ..reporting.cast_statistics import HealthSample
+from ..reporting.layer_report import LayerReport, LayerTable
 from ..reporting.step_figures import StepFigures
 from ..watch.replica_hash import PendingCheck
 from .cast_sampling import PendingSample
@@ -29,8 +29,8 @@ class StepResult:
     """Samples of the step over all ranks."""
     cast_report: CastReport | None = None
     """What the casts of the step report, under delayed scaling."""
-    routers: RouterReport | None = None
-    """What the routers of the step report, if layers have experts."""
+    layers: LayerReport | None = None
+    """What a part of the layers reports, if any does."""
     check: PendingCheck | None = None
     """Hashes of what replicas hold, if this step compares them."""
     health: HealthSample | None = None
@@ -60,7 +60,7 @@ class PendingStep:
         sample: PendingSample | None = None,
         *,
         num_chunks: int = 1,
-        routers: RouterTable | None = None,
+        layer_table: LayerTable | None = None,
         num_micro_batches: int = 1,
         batch_size: int,
     ) -> None:
@@ -68,7 +68,7 @@ class PendingStep:
         Args:
             values: what `train_step` returned.
             num_chunks: model chunks of a rank.
-            routers: how the routers' numbers lie in `values`; None: there are none.
+            layer_table: how what a part of the layers reports lies in `values`; None: none does.
             num_micro_batches: of the step.
             batch_size: samples of the step over all ranks.
             started: the mark before the step.
@@ -80,7 +80,7 @@ class PendingStep:
         self._check = check
         self._sample = sample
         self._num_chunks = num_chunks
-        self._routers = routers
+        self._layer_table = layer_table
         self._num_micro_batches = num_micro_batches
         self._batch_size = batch_size
         self._values = HostCopy(values)
@@ -90,14 +90,12 @@ class PendingStep:
         """Wait for this step, but not for later ones, and read its results."""
         values = self._values.read()
         figures, rest = StepFigures.unpack(values[: StepFigures.num_packed()]), values[StepFigures.num_packed() :]
-        num_routed = 0 if self._routers is None else self._routers.numel
-        casts, routed = rest[num_routed:], rest[:num_routed]
+        table = self._layer_table
+        num_of_layers = 0 if table is None else table.numel
+        casts, of_layers = rest[num_of_layers:], rest[:num_of_layers]
         cast_report = CastReport.unpack(casts, self._num_chunks) if casts else None
         if cast_report is not None:
             figures = replace(figures, **cast_report.figures())
-        routers = None if self._routers is None else self._routers.unpack(routed, self._num_micro_batches)
-        if routers is not None:
-            figures = replace(figures, **routers.figures())
         return StepResult(
             iteration=self._iteration,
             learning_rate=self._learning_rate,
@@ -105,7 +103,7 @@ class PendingStep:
             step_seconds=self.ended.seconds_since(self._started),
             batch_size=self._batch_size,
             cast_report=cast_report,
-            routers=routers,
+            layers=None if table is None else table.unpack(of_layers, self._num_micro_batches),
             check=self._check,
             health=None if self._sample is None else self._sample.result(),
         )

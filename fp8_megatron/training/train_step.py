@@ -48,7 +48,7 @@ def train_step(
         before_update: called between the gradients and the update.
 
     Returns:
-        FP32 on the device: the packed `StepFigures`, then what routers report (`TrainingState.routers`), then under
+        FP32 on the device: the packed `StepFigures`, then what layers report (`TrainingState.layer_table`), then under
         delayed scaling the `CastReport`. This function does not wait for the step; reading them does.
     """
     measured = {"measures_underflow": measures_underflow or samples_casts, "samples_casts": samples_casts}
@@ -259,11 +259,13 @@ def _autoscaling(state: TrainingState) -> Tensor | None:
 
 
 def _routed(state: TrainingState) -> Tensor | None:
-    """FP32: what this rank's routers report of the step; None without experts."""
-    if state.routers is None:
+    """FP32: what this rank's routers report of the step; None without any."""
+    if state.layer_table is None:
         return None
     own = [router for chunk in state.model for router in chunk.routers]
-    return state.routers.pack({router.layer_number - 1: (router.load, router.means) for router in own}, state.device)
+    return state.layer_table.pack(
+        {router.layer_number - 1: (router.load, router.means) for router in own}, state.device
+    )
 
 
 def _statistics(state: TrainingState, has_updates: bool) -> dict[str, Tensor]:

@@ -221,7 +221,7 @@ class TrainingRun:
             check,
             None if sampler is None else sampler.collect(iteration),
             num_chunks=len(self.state.histories),
-            routers=self.state.routers,
+            layer_table=self.state.layer_table,
             num_micro_batches=num_micro_batches,
             batch_size=batch_size,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fp8_megatron.moe.router_report import RouterReport, RouterTable
+from fp8_megatron.moe.router_report import TOKENS_FILE, RouterReport, RouterTable
 from fp8_megatron.reporting.metrics import StepMetrics
 from tests.reporting.test_metrics import QUIET, open_logger, step
 
@@ -34,9 +34,9 @@ class Sink:
         pass
 
 
-def logged(folder: Path, metrics: StepMetrics, report: RouterReport | None, **config: Any) -> Sink:
+def logged(folder: Path, metrics: StepMetrics, report: RouterReport | None) -> Sink:
     sink = Sink()
-    with open_logger(folder, replace(QUIET, log_interval=1, **config)) as logger:
+    with open_logger(folder, replace(QUIET, log_interval=1), layer_files=[TOKENS_FILE]) as logger:
         logger._sinks.append(sink)
         logger.log_step(metrics, report)
     return sink
@@ -52,7 +52,7 @@ def test_a_step_has_the_worst_layer_and_the_mean_loss(tmp_path: Path, caplog: py
         "z_loss": 2.5,
     }
     with caplog.at_level(logging.INFO):
-        sink = logged(tmp_path, step(1, **figures), REPORT)
+        sink = logged(tmp_path, step(1), REPORT)
     assert (
         "| experts' load 0.00 to 2.00 of the mean, 1 idle | load balancing loss 1.5000 | z loss 2.5000 |" in caplog.text
     )
@@ -62,8 +62,9 @@ def test_a_step_has_the_worst_layer_and_the_mean_loss(tmp_path: Path, caplog: py
 
 
 def test_single_layers_have_megatrons_tags(tmp_path: Path) -> None:
-    bad = replace(REPORT, means={**REPORT.means, "z_loss": [2.0, math.nan]})
-    sink = logged(tmp_path, step(4), bad, moe_per_layer_logging=True, save_tokens_per_expert_interval=2)
+    table = replace(TABLE, reports_layers=True, tokens_interval=2)
+    bad = replace(REPORT, table=table, means={**REPORT.means, "z_loss": [2.0, math.nan]})
+    sink = logged(tmp_path, step(4), bad)
     assert sink.scalars["moe/load_balancing_loss_layer_1"] == 1.0 and sink.scalars["moe/load_imbalance_layer_2"] == 1.0
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert row["expert_layers"] == [1, 2] and row["load_balancing_loss_by_layer"] == [1.0, 2.0]
@@ -78,5 +79,5 @@ def test_single_layers_have_megatrons_tags(tmp_path: Path) -> None:
 
 def test_without_experts_no_output_names_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        sink = logged(tmp_path, step(1), None, moe_per_layer_logging=True, save_tokens_per_expert_interval=1)
+        sink = logged(tmp_path, step(1), None)
     assert "expert" not in caplog.text and not any("moe" in tag for tag in sink.scalars)

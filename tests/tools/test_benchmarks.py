@@ -25,8 +25,8 @@ from fp8_megatron.dtypes import E4M3, E5M2, GRAD_BLOCK
 from fp8_megatron.errors import UserError
 from fp8_megatron.formats.format import Quantized
 from fp8_megatron.formats.tensorwise import Tensorwise
+from fp8_megatron.moe.router_report import TOKENS_FILE
 from fp8_megatron.quantization.weight_grad import WeightGrad
-from fp8_megatron.reporting.metrics_file import TOKENS_FILE
 from tests.harness.token_files import write_token_files
 from tools.gradient_snr import _EVERY, Sample
 from tools.memory_at_peak import main, peak_table

@@ -219,12 +219,12 @@ def test_routers_report_the_same_through_a_recording(recorder: PlayedRecorder) -
             seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
             data = open_run_data(config, topology)
             state = build_training_state(config, data.padded_vocab_size, topology, CPU)
-            assert state.routers is not None
+            assert state.layer_table is not None
             graph = train_step.step_graph(state, GraphChoice(True, ""), recorder) if graphed else None
             batches, reports, addresses = data.train_loader(0), [], set()
             for _ in range(6):
                 addresses.update(router.means.data_ptr() for chunk in state.model for router in chunk.routers)
-                reports.append(train_step.train_step(state, batches, graph=graph)[-state.routers.numel :])
+                reports.append(train_step.train_step(state, batches, graph=graph)[-state.layer_table.numel :])
             assert len(addresses) == config.model.num_layers
             runs.append(torch.stack(reports))
     assert torch.equal(*runs) and recorder.num_recordings > 0
