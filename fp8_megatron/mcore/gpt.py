@@ -27,7 +27,7 @@ from ..config.schema import Config, ModelConfig
 from ..dtypes import E4M3
 from ..nn.chunked_loss import TokenLoss, loss_in_chunks
 from ..nn.cross_entropy import fill_padding, vocab_parallel_cross_entropy
-from ..nn.links import KeptTranspose, LayerLinks, model_links
+from ..nn.links import KeptTranspose, LinearLinks, model_links
 from ..nn.offload import ActivationOffload
 from ..quantization.recipe import Recipe
 from ..sharding.partition import RowSplit
@@ -122,11 +122,12 @@ class ModelChunk:
 
     module: GPTModel
     recipe: Recipe
-    links: Sequence[LayerLinks | None]
 
     def kept_transposes(self) -> list[KeptTranspose]:
         """The kept transposes of its weights. Code that writes the weights calls their `forget`."""
-        return [kept for layer in self.links if layer is not None for kept in layer.kept_transposes()]
+        links = [getattr(child, "links", None) for child in self.module.modules()]
+        kept = [own.kept_transpose for own in links if isinstance(own, LinearLinks)]
+        return [own for own in kept if own is not None]
 
 
 def build_model(
@@ -198,10 +199,9 @@ class _ChunkBuilder:
         vp_stage = None if self.topology.virtual_pipeline_size is None else index
         layers = self.topology.layout.chunks[self.topology.pp.rank()][index]
         self._check_place(layers, vp_stage)
-        submodules, links = self._layers(layers, recipe, num_kept_transposes)
-        module = self._module(submodules, vp_stage)
+        module = self._module(self._layers(layers, recipe, num_kept_transposes), vp_stage)
         self._finish(module, recipe)
-        return ModelChunk(module, recipe, links)
+        return ModelChunk(module, recipe)
 
     def _check_place(self, layers: Sequence[int], vp_stage: int | None) -> None:
         """megatron-core gives the chunk the same layers."""
@@ -209,16 +209,14 @@ class _ChunkBuilder:
         assert get_num_layers_to_build(*place) == len(layers), (layers, self.settings.pipeline_model_parallel_layout)
         assert not layers or get_transformer_layer_offset(*place) == layers[0], (layers, place)
 
-    def _layers(
-        self, layers: Sequence[int], recipe: Recipe, num_kept_transposes: int
-    ) -> tuple[TransformerBlockSubmodules, Sequence[LayerLinks | None]]:
-        """What the chunk's layers are, and their links."""
+    def _layers(self, layers: Sequence[int], recipe: Recipe, num_kept_transposes: int) -> TransformerBlockSubmodules:
+        """What the chunk's layers are."""
         config, model = self.config, self.config.model
         if self.is_te:
-            return te_block_submodules(len(layers), qk_layernorm=model.qk_layernorm), []
+            return te_block_submodules(len(layers), qk_layernorm=model.qk_layernorm)
         recipes = [recipe if config.is_fp8_layer(layer) else None for layer in layers]
         links = model_links([own is not None for own in recipes], num_kept_transposes=num_kept_transposes)
-        submodules = block_submodules(
+        return block_submodules(
             recipes,
             links,
             _attention(config),
@@ -227,7 +225,6 @@ class _ChunkBuilder:
             mlp_chunks=config.training.mlp_chunks_for_training,
             have_experts=[layer in model.expert_layers for layer in layers],
         )
-        return submodules, links
 
     def _module(self, submodules: TransformerBlockSubmodules, vp_stage: int | None) -> MegatronGPT:
         model, topology, virtual = self.config.model, self.topology, self.topology.virtual_pipeline_size

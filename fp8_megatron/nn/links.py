@@ -6,7 +6,7 @@ slots, because reading or writing an attribute of a module costs the host 2 µs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -94,12 +94,6 @@ class LayerLinks:
         self.fc1 = LinearLinks(keeps_transpose=keeps_transposes)
         self.fc2 = LinearLinks(keeps_transpose=keeps_transposes)
         self.front = front
-
-    def kept_transposes(self) -> Iterator[KeptTranspose]:
-        """The kept transposes of its weights."""
-        for linear in (self.qkv, self.proj, self.fc1, self.fc2):
-            if linear.kept_transpose is not None:
-                yield linear.kept_transpose
 
 
 def model_links(are_fp8: Sequence[bool], *, num_kept_transposes: int = 0) -> list[LayerLinks | None]:

@@ -350,6 +350,12 @@ def test_recomputed_experts_train_bit_for_bit(
     assert_same_bits(again, trained(model, precision, layout))
 
 
+def test_kept_transposes_of_a_shared_expert_change_no_bit(ranks: RankPool, trained: Trained) -> None:
+    kept = replace(PRECISIONS["O3"], keep_fp8_transpose_cache=2)
+    found = run(ranks, MODEL, kept, "one", BATCHES, optimizer=tiny_optimizer(lr=5e-4))
+    assert_same_bits(found, trained("softmax", "O3", "one"))
+
+
 @pytest.mark.parametrize(("precision", "layout"), [("bf16", "ep2"), ("O3", "ep2_alltoall"), ("O3", "tp2")])
 def test_ranks_that_drop_tokens_train(trained: Trained, precision: str, layout: str) -> None:
     """Under tensor parallelism each rank drops of its own part, so other tokens."""
