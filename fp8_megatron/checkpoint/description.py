@@ -29,6 +29,7 @@ from ..config.fields import (
     field_types,
     value_problem,
 )
+from ..config.parallel import LAYER_SHARES
 from ..config.schema import OptimizerConfig
 from ..config.words import shortened
 from .files import ANCESTORS, DUE, META, CheckpointError, iteration_of, read_file
@@ -70,8 +71,6 @@ class _SavedTopology:
     virtual_pipeline_model_parallel_size: _RanksOrNone
     data_parallel_size: _RanksOrNone
     context_parallel_size: _RanksOrNone
-    expert_model_parallel_size: _RanksOrNone
-    expert_tensor_parallel_size: _RanksOrNone
     pipeline_model_parallel_layout: str | None
 
 
@@ -155,7 +154,9 @@ def read_description(folder: Path) -> dict[str, Any]:
 def _problems(description: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with each field."""
     yield from _wrong("", field_types(_Description), description)
-    yield from _wrong("topology.", field_types(_SavedTopology), description["topology"])
+    topology = field_types(_SavedTopology)
+    shares = dict.fromkeys(LAYER_SHARES, topology["tensor_model_parallel_size"])
+    yield from _wrong("topology.", {**topology, **shares}, description["topology"])
     schedule = description.get("schedule") or {}
     yield from _wrong("schedule.", _of_schedule(), schedule)
     if schedule and "global_batch_size" not in schedule:

@@ -86,8 +86,7 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     starts_anew = loads_state and _has_other_rule(saved, state)
     # AdamW counts its steps: with moments that are new for some parameters, all of them start anew.
     loads_state &= not starts_anew or RULES[state.config.optimizer.optimizer].rest is not None
-    has_same_experts = saved.num_replicas == state.topology.replicas.size or state.topology.ep.size() == 1
-    takes_scales = saved.has_model_layout_of(state) and has_same_experts
+    takes_scales = saved.has_parameters_of(state)
     wanted = [
         item
         for item in _state_to_read(state, state.kinds if loads_state else (MASTER,))

@@ -1,7 +1,8 @@
 """State of Megatron-LM's distributed optimizer as flat buffers of model-parallel ranks, a tensor a bucket.
 
 A file does not say where a parameter lies in a bucket. What it says decides: the sizes of buckets, and each 16-bit
-weight, which is its master rounded. Under expert parallelism experts have an optimizer and buffers of their own.
+weight, which is its master rounded. Parameters whose matrices ranks share have an optimizer and buffers of
+their own.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
+from ..config.parallel import layer_shares
 from ..config.pipeline_layout import PipelineLayout, pipeline_layout
 from ..config.schema import ParallelConfig
-from ..models.keys import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING, holds_experts
-from ..models.registry import architecture_of, layers_of_key
+from ..models.keys import LAYERS, OUTPUT_LAYER, WORD_EMBEDDING
+from ..models.registry import architecture_of, holds_matrices, layers_of_key, num_matrices
 from ..sharding.region import Shape
 from .files import CheckpointError
 from .megatron_layout import (
     ChunkOrder,
-    ExpertOrder,
+    MatrixOrder,
     Name,
     Piece,
     axis_of_ranks,
@@ -55,7 +57,7 @@ _DIVISION = {
 }
 #: Where a parameter is in the buffers: (stage, buffer, bucket, first element).
 FlatPlace = tuple[int, int, int, int]
-#: A buffer: whether it is of the experts' optimizer, the group of ranks, and its number.
+#: A buffer: whether it is of the optimizer of shared matrices, the group of ranks, and its number.
 _Buffer = tuple[bool, int, int]
 
 
@@ -76,29 +78,27 @@ class FlatBuffers:
         arguments = checkpoint.arguments
         if not {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= arguments.keys():
             raise self._unknown("unknown parallel sizes")
-        self._tensor_size: int = arguments["tensor_model_parallel_size"]
+        self._shares = layer_shares(arguments)
         self._stages: int = arguments["pipeline_model_parallel_size"]
-        self._expert_ranks: int = arguments.get("expert_model_parallel_size") or 1
-        self._expert_tensor_size: int = arguments.get("expert_tensor_parallel_size") or self._tensor_size
         self._buckets = self._found_buckets()
-        self._num_chunks = len({buffer for is_of_experts, _, buffer in self._buckets if not is_of_experts})
+        self._num_chunks = len({buffer for is_apart, _, buffer in self._buckets if not is_apart})
         self._layout = self._layout_of(arguments)
         self._order, self._places = self._with_known_order()
 
     def read(self, kind: str, name: Name) -> Tensor:
         """As `MegatronCheckpoint.read`."""
-        if holds_experts(name.key):
-            own = [Piece(name, expert) for expert in range(self._order.num_experts)]
-            whole = torch.stack([self._whole(kind, piece, rank) for rank in range(self._expert_ranks) for piece in own])
+        if holds_matrices(name.key):
+            own, holders = [Piece(name, matrix) for matrix in range(self._order.num_matrices)], self._shares.matrices
+            whole = torch.stack([self._whole(kind, piece, holder) for holder in range(holders) for piece in own])
         else:
             whole = self._whole(kind, Piece(name), 0)
         if kind == "master":
             self._checkpoint.checked(self._checkpoint.in_model_dtype(whole), self._checkpoint.weight(name), name)
         return whole
 
-    def _whole(self, kind: str, piece: Piece, expert_rank: int) -> Tensor:
-        ranks, is_joined = range(self._ranks_of(piece)), self._order.experts is ExpertOrder.JOINED
-        parts = [self._part(kind, piece, rank, self._places, is_joined, expert_rank) for rank in ranks]
+    def _whole(self, kind: str, piece: Piece, holder: int) -> Tensor:
+        ranks, is_joined = range(self._ranks_of(piece)), self._order.matrices is MatrixOrder.JOINED
+        parts = [self._part(kind, piece, rank, self._places, is_joined, holder) for rank in ranks]
         return merged(piece.name.key, parts, is_gated=self._checkpoint.is_gated)
 
     def _unknown(self, what: str) -> CheckpointError:
@@ -114,7 +114,7 @@ class FlatBuffers:
             match = _FLAT.fullmatch(key)
             if match is None or match[5] != "param":
                 continue
-            if int(match[1] or 0) > (self._expert_ranks > 1):
+            if int(match[1] or 0) > (self._shares.matrices > 1):
                 raise self._unknown("several optimizers")
             buckets = keys.setdefault((match[1] == "1", int(match[2]), int(match[3])), {})
             buckets[int(match[4])] = key.removesuffix(".param")
@@ -150,11 +150,11 @@ class FlatBuffers:
         """Tensor-parallel ranks that have parts of it."""
         if axis_of_ranks(piece.name.key) is None:
             return 1
-        return self._tensor_size if piece.expert is None else self._expert_tensor_size
+        return self._shares.weight if piece.matrix is None else self._shares.matrix
 
     def _is_apart(self, piece: Piece) -> bool:
-        """Whether it is in the buffers of the experts' optimizer."""
-        return piece.expert is not None and self._expert_ranks > 1
+        """Whether it is in the buffers of an optimizer of shared matrices."""
+        return piece.matrix is not None and self._shares.matrices > 1
 
     def _part(
         self,
@@ -163,14 +163,14 @@ class FlatBuffers:
         rank: int,
         places: Mapping[Piece, FlatPlace],
         is_joined: bool,
-        expert_rank: int = 0,
+        holder: int = 0,
     ) -> Tensor:
         stage, buffer, bucket, start = places[piece]
-        is_apart, group = self._is_apart(piece), stage * self._tensor_size + rank
+        is_apart, group = self._is_apart(piece), stage * self._shares.weight + rank
         if is_apart:
-            group = (stage * self._expert_ranks + expert_rank) * self._expert_tensor_size + rank
+            group = (stage * self._shares.matrices + holder) * self._shares.matrix + rank
         shape = self._local_shape(piece)
-        is_transposed = is_joined and piece.expert is not None
+        is_transposed = is_joined and piece.matrix is not None
         value = torch.empty(shape[::-1] if is_transposed else shape)
         stored = f"{self._buckets[is_apart, group, buffer][bucket]}.{'param' if kind == 'master' else kind}"
         self._reader.read(stored, [Wanted((start,), (value.numel(),), value.view(-1))])
@@ -181,19 +181,19 @@ class FlatBuffers:
         # The last stage's copy of the embedding has no shape of its own.
         is_copy = name.key == OUTPUT_LAYER and name.key not in self._checkpoint.shapes
         shape = self._checkpoint.shapes[WORD_EMBEDDING if is_copy else name.key]
-        shape = shape[(name.layer is not None) + (piece.expert is not None) :]
+        shape = shape[(name.layer is not None) + (piece.matrix is not None) :]
         return local_shape(name.key, shape, self._ranks_of(piece))
 
     def _with_known_order(self) -> tuple[ChunkOrder, dict[Piece, FlatPlace]]:
         """Where every parameter is, in the order under which masters are the weights."""
         problem: Exception | None = None
-        num_experts = (self._model.num_experts or 0) // self._expert_ranks
-        for layer, experts in product(architecture_of(self._model).layer_orders, ExpertOrder):
-            order = ChunkOrder(layer, experts, num_experts)
+        of_rank = num_matrices(self._model) // self._shares.matrices
+        for layer, matrices in product(architecture_of(self._model).layer_orders, MatrixOrder):
+            order = ChunkOrder(layer, matrices, of_rank)
             try:
                 places = dict(self._all_places(order))
                 for piece in places:
-                    is_looked_at = piece.name.layer in (None, 0) and piece.expert in (None, 0, num_experts - 1)
+                    is_looked_at = piece.name.layer in (None, 0) and piece.matrix in (None, 0, of_rank - 1)
                     if is_looked_at and piece.name.key in self._checkpoint.shapes:
                         self._check(piece, places, order)
                 return order, places
@@ -207,9 +207,9 @@ class FlatBuffers:
 
     def _check(self, piece: Piece, places: Mapping[Piece, FlatPlace], order: ChunkOrder) -> None:
         weight = self._checkpoint.weight(piece.name)
-        weight = weight if piece.expert is None else weight[piece.expert]
+        weight = weight if piece.matrix is None else weight[piece.matrix]
         own = part_of(piece.name.key, weight, 0, self._ranks_of(piece), is_gated=self._checkpoint.is_gated)
-        master = self._part("master", piece, 0, places, order.experts is ExpertOrder.JOINED)
+        master = self._part("master", piece, 0, places, order.matrices is MatrixOrder.JOINED)
         self._checkpoint.checked(self._checkpoint.in_model_dtype(master), own, piece.name)
 
     def _all_places(self, order: ChunkOrder) -> Iterator[tuple[Piece, FlatPlace]]:
@@ -225,9 +225,9 @@ class FlatBuffers:
                 )
                 apart = [piece for piece in pieces if self._is_apart(piece)]
                 together = [piece for piece in pieces if not self._is_apart(piece)]
-                yield from self._places_in_buffer(together, stage, (False, stage * self._tensor_size, chunk))
+                yield from self._places_in_buffer(together, stage, (False, stage * self._shares.weight, chunk))
                 if apart:  # an optimizer has no buffer of a chunk without parameters of its own
-                    first_group = stage * self._expert_ranks * self._expert_tensor_size
+                    first_group = stage * self._shares.matrices * self._shares.matrix
                     yield from self._places_in_buffer(apart, stage, (True, first_group, num_apart))
                     num_apart += 1
 

@@ -15,8 +15,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..models.keys import EXPERTS, LAYERS, OUTPUT_LAYER, holds_experts, key_and_layer
-from ..models.registry import shared_axis
+from ..models.keys import LAYERS, OUTPUT_LAYER, key_and_layer
+from ..models.registry import holds_matrices, matrix_axis, shared_axis
 from .files import CheckpointError
 
 #: Elements that a parameter's start in a buffer is a multiple of.
@@ -42,48 +42,49 @@ class Name:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter of a rank: its part of one of the whole model, or of one of the rank's experts.
+    """A parameter of a rank: its part of one of the whole model, or of one matrix of it.
 
     Attributes:
-        expert: counted over the rank's; None: it is of no expert.
+        matrix: counted over the rank's; None: the parameter does not hold several.
     """
 
     name: Name
-    expert: int | None = None
+    matrix: int | None = None
 
 
-class ExpertOrder(Enum):
-    """How the experts of a rank follow each other in a layer."""
+class MatrixOrder(Enum):
+    """How the matrices of a rank follow each other in a layer whose linear layers have several."""
 
-    #: `SequentialMLP`: each expert's parameters together.
+    #: `SequentialMLP`: the first matrix of each linear layer, then the second ones.
     SEQUENTIAL = "sequential"
-    #: `TEGroupedMLP`: all experts' first linear layer, then all experts' second one.
+    #: `TEGroupedMLP`: all matrices of a linear layer, then those of the next.
     GROUPED = "grouped"
-    #: `GroupedMLP`: as GROUPED, but a projection's experts are one parameter, each transposed.
+    #: `GroupedMLP`: as GROUPED, but those of a linear layer are one parameter, each transposed.
     JOINED = "joined"
 
-    def pieces(self, names: Sequence[Name], num_experts: int) -> Iterator[Piece]:
-        """The parameters of a layer's experts, in the order of the modules.
+    def pieces(self, names: Sequence[Name], num_matrices: int) -> Iterator[Piece]:
+        """The parameters of these linear layers, in the order of the modules.
 
         Args:
-            names: of the layer, in the order of one expert's modules.
+            names: of the layer, in the order of the modules that have one matrix each.
         """
-        if self is ExpertOrder.SEQUENTIAL:
-            yield from (Piece(name, expert) for expert in range(num_experts) for name in names)
+        if self is MatrixOrder.SEQUENTIAL:
+            yield from (Piece(name, matrix) for matrix in range(num_matrices) for name in names)
             return
         # A buffer is filled from its end, one parameter from its beginning.
-        experts = range(num_experts)[:: -1 if self is ExpertOrder.JOINED else 1]
-        for layer in ("linear_fc1.", "linear_fc2."):
-            yield from (Piece(name, expert) for expert in experts for name in names if layer in name.key)
+        matrices = range(num_matrices)[:: -1 if self is MatrixOrder.JOINED else 1]
+        for _, group in groupby(names, lambda name: name.key.rpartition(".")[0]):
+            own = [*group]
+            yield from (Piece(name, matrix) for matrix in matrices for name in own)
 
 
 def axis_of_ranks(key: str) -> int | None:
-    """The axis of one layer's tensor, or of one expert's, that Megatron's tensor-parallel ranks share; None: none."""
-    return shared_axis(key.replace(EXPERTS, LAYERS + "mlp."))
+    """The axis of one layer's tensor, or of one of its matrices, that Megatron's ranks share; None: none."""
+    return matrix_axis(key) if holds_matrices(key) else shared_axis(key)
 
 
 def local_shape(key: str, shape: Sequence[int], tensor_size: int) -> tuple[int, ...]:
-    """A rank's part of a parameter whose whole shape, without the axes of layers and experts, is `shape`."""
+    """A rank's part of a parameter whose whole shape, without the axes of layers and matrices, is `shape`."""
     axis = axis_of_ranks(key)
     return tuple(size // tensor_size if index == axis else size for index, size in enumerate(shape))
 
@@ -120,13 +121,13 @@ class ChunkOrder:
 
     Attributes:
         layer: one of `Architecture.layer_orders`.
-        experts: of a rank in a layer.
-        num_experts: of a rank.
+        matrices: of a rank in a layer.
+        num_matrices: that a rank has of each parameter that holds several.
     """
 
     layer: Sequence[str]
-    experts: ExpertOrder
-    num_experts: int
+    matrices: MatrixOrder
+    num_matrices: int
 
     def pieces(
         self, keys: Mapping[str, Sequence[int]], layers: range, *, is_first: bool, is_last: bool, ties: bool
@@ -145,9 +146,9 @@ class ChunkOrder:
         for layer in layers:
             own = [key for key in (LAYERS + end for end in self.layer) if layer in keys.get(key, ())]
             of_layer = [Name(key, keys[key].index(layer)) for key in own]
-            for is_expert, group in groupby(of_layer, lambda name: holds_experts(name.key)):
+            for has_several, group in groupby(of_layer, lambda name: holds_matrices(name.key)):
                 here = [*group]
-                found += self.experts.pieces(here, self.num_experts) if is_expert else map(Piece, here)
+                found += self.matrices.pieces(here, self.num_matrices) if has_several else map(Piece, here)
         if is_last:
             norm = sorted((key for key in keys if key.startswith("decoder.final_layernorm.")), reverse=True)
             found += [Piece(Name(key, None)) for key in norm]

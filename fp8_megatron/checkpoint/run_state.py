@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.parallel import LAYER_SHARES
 from ..config.schema import Config
 from ..device.memory import cpu_copy
 from ..dtypes import STATE_BLOCK
@@ -300,10 +301,8 @@ def topology_of(topology: Topology) -> dict[str, int | str | None]:
     }
     if topology.cp.size() > 1:
         sizes["context_parallel_size"] = topology.cp.size()
-    if topology.ep.size() > 1:
-        sizes["expert_model_parallel_size"] = topology.ep.size()
-    if topology.groups.expt_tp.size() > 1:
-        sizes["expert_tensor_parallel_size"] = topology.groups.expt_tp.size()
+    shares = zip(LAYER_SHARES, topology.layer_shares, strict=True)
+    sizes |= {name: size for name, size in shares if size > 1}
     return sizes if layout.is_even else sizes | {STAGES[-1]: layout.text}
 
 

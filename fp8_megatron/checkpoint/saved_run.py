@@ -14,6 +14,7 @@ import yaml
 from torch import Tensor
 
 from ..config.io import load_config, stated_settings
+from ..config.parallel import LAYER_SHARES
 from ..config.schema import Config, ModelConfig
 from .description import check_rank_tensors, read_description
 from .encoding import Encoded
@@ -30,8 +31,6 @@ _READ_AHEAD_BYTES = 1 << 28
 
 
 _CPU = torch.device("cpu")
-#: What a description says of ranks that share layers and experts.
-_SHARES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,14 @@ class SavedRun:
     def has_model_layout_of(self, state: Resumable) -> bool:
         """Whether this run cuts the model into the same parts."""
         own = topology_of(state.topology)
-        return all(self.topology.get(name) == own.get(name) for name in _SHARES) and self.has_stages_of(state)
+        return all(self.topology.get(name) == own.get(name) for name in LAYER_SHARES) and self.has_stages_of(state)
+
+    def has_parameters_of(self, state: Resumable) -> bool:
+        """Whether the rank whose tensors `rank_tensors` gives held the parameters of this one. Replicas share the
+        matrices of a weight that has several, so they hold the same ones only where they are as many."""
+        ours = state.topology
+        shares_none = ours.layer_shares.matrices == 1
+        return self.has_model_layout_of(state) and (shares_none or self.num_replicas == ours.replicas.size)
 
     def has_stages_of(self, state: Resumable) -> bool:
         """Whether this run has the same layers on every stage."""

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..models.keys import LAYERS, VOCABULARY_KEYS, holds_experts, key_and_layer, standard_key
+from ..models.keys import LAYERS, VOCABULARY_KEYS, key_and_layer
+from ..models.registry import holds_matrices, key_of_stored
 from .files import CheckpointError
 from .torch_dist import TorchDistReader
 
@@ -30,12 +31,12 @@ class WeightReader(Protocol):
         """Whole shapes by standard key, layers stacked."""
         ...
 
-    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
+    def read(self, key: str, layer: int | None, matrix: int | None = None) -> Tensor:
         """One weight in FP32: of a layer for a key of the decoder's layers, else the whole tensor (`layer` None).
 
         Args:
             layer: counted over the layers that have the key.
-            expert: one of the layer's; None: all of them.
+            matrix: one of the layer's, for a key that holds several; None: all of them.
         """
         ...
 
@@ -45,11 +46,11 @@ class Place(NamedTuple):
 
     key: str
     layer: int | None = None
-    expert: int | None = None
+    matrix: int | None = None
 
 
-class ExpertsOfLayer:
-    """Reads one expert's weight after the other where files hold those of a layer together.
+class MatricesOfLayer:
+    """Reads one matrix after the other where files hold those of a layer together.
 
     Args:
         read: a weight of a layer, which is read once and kept until another's is read.
@@ -60,18 +61,19 @@ class ExpertsOfLayer:
         self._last: tuple[str, int | None] | None = None
         self._weight = torch.empty(0)
 
-    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
+    def read(self, key: str, layer: int | None, matrix: int | None = None) -> Tensor:
         """As `WeightReader.read`."""
-        if expert is None:
+        if matrix is None:
             return self._read(key, layer)
         if self._last != (key, layer):
             self._weight = torch.empty(0)  # frees the last before the next is read
             self._last, self._weight = (key, layer), self._read(key, layer)
-        return self._weight[expert]
+        return self._weight[matrix]
 
 
 def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Place]:
-    """Every weight in the order of the forward pass: a layer's weights are consecutive. Each expert's is one."""
+    """Every weight in the order of the forward pass: a layer's weights are consecutive. Each of
+    several matrices is one."""
     stacked = [key for key in shapes if key.startswith(LAYERS)]
     for key in shapes:
         if key not in stacked:
@@ -79,11 +81,11 @@ def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Place]:
         elif key == stacked[0]:
             most = max(shapes[each][0] for each in stacked)
             yield from (
-                Place(each, layer, expert)
+                Place(each, layer, matrix)
                 for layer in range(most)
                 for each in stacked
                 if layer < shapes[each][0]
-                for expert in (range(shapes[each][1]) if holds_experts(each) else (None,))
+                for matrix in (range(shapes[each][1]) if holds_matrices(each) else (None,))
             )
 
 
@@ -138,9 +140,9 @@ class Repadded:
             key: (num_rows, *shape[1:]) if key in VOCABULARY_KEYS else shape for key, shape in reader.shapes.items()
         }
 
-    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
+    def read(self, key: str, layer: int | None, matrix: int | None = None) -> Tensor:
         """As `WeightReader.read`."""
-        weight = self._reader.read(key, layer, expert)
+        weight = self._reader.read(key, layer, matrix)
         return with_vocab_rows(weight, self._vocab_size, self._num_rows) if key in VOCABULARY_KEYS else weight
 
 
@@ -163,13 +165,13 @@ class TorchDistWeights:
 
     def __init__(self, folder: Path, reader: TorchDistReader | None = None) -> None:
         self._reader = TorchDistReader(folder) if reader is None else reader
-        self._experts = ExpertsOfLayer(lambda key, layer: self._reader.read_layer(*self.stored_place(key, layer)))
+        self._matrices = MatricesOfLayer(lambda key, layer: self._reader.read_layer(*self.stored_place(key, layer)))
         found = self._reader.shapes
         self._stored: dict[str, dict[int | None, str]] = {}
         for stored in found:
             if not stored.startswith(_OPTIMIZER) and _EXTRA_STATE not in stored:
                 key, layer = key_and_layer(stored)
-                self._stored.setdefault(standard_key(key), {})[layer] = stored
+                self._stored.setdefault(key_of_stored(key), {})[layer] = stored
         self.shapes: Mapping[str, tuple[int, ...]] = {
             key: found[rows[None]]
             if None in rows
@@ -190,9 +192,9 @@ class TorchDistWeights:
         assert layer is not None, key
         return rows[sorted(each for each in rows if each is not None)[layer]], None
 
-    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
+    def read(self, key: str, layer: int | None, matrix: int | None = None) -> Tensor:
         """As `weights.WeightReader.read`."""
-        return self._experts.read(key, layer, expert)
+        return self._matrices.read(key, layer, matrix)
 
 
 def _stacked(folder: Path, shapes: Sequence[tuple[int, ...]], key: str) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from ..storage import GradReduceMode
 from .fields import Count, Layers, Minutes, NumRanks
@@ -20,6 +21,28 @@ PIPELINE_SETTINGS = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
+#: The settings that say how many ranks share a layer, in the order of `LayerShares`.
+LAYER_SHARES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+class LayerShares(NamedTuple):
+    """How many ranks share a layer.
+
+    Attributes:
+        weight: share a weight [N, K].
+        matrices: share the matrices of a weight [M, N, K].
+        matrix: share each of these.
+    """
+
+    weight: int
+    matrices: int
+    matrix: int
+
+
+def layer_shares(settings: Mapping[str, Any]) -> LayerShares:
+    """From settings by name, as Megatron's arguments are, with the defaults filled in."""
+    weight, matrices, matrix = (settings.get(name) for name in LAYER_SHARES)
+    return LayerShares(weight or 1, matrices or 1, matrix or weight or 1)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,14 @@ from ..config.schema import ModelConfig
 from ..dtypes import E4M3
 from ..kernels import ops
 from ..models.hugging_face import Rule
-from ..models.keys import LAYERS, WORD_EMBEDDING, holds_experts
-from ..models.registry import architecture_of, hugging_face_of_json, is_linear_weight, weight_shapes
+from ..models.keys import LAYERS, WORD_EMBEDDING
+from ..models.registry import (
+    architecture_of,
+    holds_matrices,
+    hugging_face_of_json,
+    is_linear_weight,
+    weight_shapes,
+)
 from ..quantization.stored_scales import dequantize
 from ..sharding.region import Shape
 from . import hugging_face_fp8 as fp8
@@ -85,17 +91,17 @@ class HuggingFaceWeights:
             return rule
         return replace(other, otherwise=replace(rule, otherwise=None))
 
-    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
+    def read(self, key: str, layer: int | None, matrix: int | None = None) -> Tensor:
         """As `weights.WeightReader.read`."""
         rule = self._rules[key]
-        return self._read(rule, None if layer is None else rule.layers(self.model)[layer], expert)
+        return self._read(rule, None if layer is None else rule.layers(self.model)[layer], matrix)
 
-    def _read(self, rule: Rule, layer: int | None, expert: int | None = None) -> Tensor:
-        """A weight of the model's layer number `layer`, without an expert of all of them."""
-        if expert is None and holds_experts(rule.key):
-            return torch.stack([self._read(rule, layer, each) for each in rule.experts(self.model)])
-        own = expert if rule.has_all_experts else None
-        return rule.join([self._read_tensor(self._stored(name), own) for name in rule.names_of(layer, expert)])
+    def _read(self, rule: Rule, layer: int | None, matrix: int | None = None) -> Tensor:
+        """A weight of the model's layer number `layer`, without a matrix of all of them."""
+        if matrix is None and holds_matrices(rule.key):
+            return torch.stack([self._read(rule, layer, each) for each in rule.matrices(self.model)])
+        own = matrix if rule.has_all_matrices else None
+        return rule.join([self._read_tensor(self._stored(name), own) for name in rule.names_of(layer, matrix)])
 
     def check_values(self) -> None:
         """Read at once what a rule may refuse, so that nothing is refused halfway through.
@@ -113,36 +119,38 @@ class HuggingFaceWeights:
             return self._read_tensor(self._stored(name))
         if name not in self._other_names:
             raise CheckpointError(f"{self._folder} has no tensor {name!r}")
-        form, layer, expert, index = self._other_names[name]
+        form, layer, matrix, index = self._other_names[name]
 
-        def part(expert: int | None) -> Tensor:
-            return form.split(self._read(self._rules[form.key], layer, expert))[index]
+        def part(matrix: int | None) -> Tensor:
+            return form.split(self._read(self._rules[form.key], layer, matrix))[index]
 
-        return torch.stack([part(each) for each in form.experts(self.model)]) if form.has_all_experts else part(expert)
+        if not form.has_all_matrices:
+            return part(matrix)
+        return torch.stack([part(each) for each in form.matrices(self.model)])
 
     @cached_property
     def _other_names(self) -> dict[str, tuple[Rule, int | None, int | None, int]]:
-        """The names in the form that the files do not have: of each its rule, layer and expert, and which part of the
+        """The names in the form that the files do not have: of each its rule, layer and matrix, and which part of the
         weight it is."""
         forms = [rule.otherwise for rule in self._rules.values() if rule.otherwise is not None]
         return {
-            name: (form, layer, expert, index)
+            name: (form, layer, matrix, index)
             for form in forms
             for layer in form.layers(self.model)
-            for expert in form.stored_experts(self.model)
-            for index, name in enumerate(form.names_of(layer, expert))
+            for matrix in form.stored_matrices(self.model)
+            for index, name in enumerate(form.names_of(layer, matrix))
         }
 
-    def _read_tensor(self, name: str, expert: int | None = None) -> Tensor:
-        """Read a tensor of the files, or one expert's part of it."""
-        tensor = self._tensors.read(name, expert)
+    def _read_tensor(self, name: str, matrix: int | None = None) -> Tensor:
+        """Read a tensor of the files, or one matrix of it."""
+        tensor = self._tensors.read(name, matrix)
         if tensor.dtype is not torch.float8_e4m3fn:
             return tensor.float()
         for layout in FP8Layout:
             if name + layout.scale_suffix in self._tensors.file_of:
                 shape = self._tensors.spec(name + layout.scale_suffix).shape
-                of_all = expert is None or len(shape) < 2
-                scale = self._tensors.read(name + layout.scale_suffix, None if of_all else expert)
+                of_all = matrix is None or len(shape) < 2
+                scale = self._tensors.read(name + layout.scale_suffix, None if of_all else matrix)
                 try:
                     return dequantize(tensor, scale)
                 except ValueError as error:
@@ -159,8 +167,8 @@ class HuggingFaceWeights:
         expected: dict[str, Shape] = {}
         for rule in self._rules.values():
             shapes = rule.stored_shapes(_shape_of_one(rule, self.shapes[rule.key]), self.model)
-            for layer, expert in product(rule.layers(self.model), rule.stored_experts(self.model)):
-                names = map(self._stored, rule.names_of(layer, expert))
+            for layer, matrix in product(rule.layers(self.model), rule.stored_matrices(self.model)):
+                names = map(self._stored, rule.names_of(layer, matrix))
                 for name, own_shape in zip(names, shapes, strict=True):
                     if name not in self._tensors.file_of:  # a number of layers in the millions ends here
                         raise CheckpointError(f"{self._folder} has no tensor {name!r}, which {CONFIG_FILE} describes")
@@ -282,7 +290,7 @@ def write_hugging_face(
     with SafetensorsWriter(folder, specs, max_shard_bytes=export.max_shard_bytes) as writer:
         for place in _places(rules, model):
             key = place.rule.key
-            weight = reader.read(key, place.row, place.expert) if key in reader.shapes else torch.zeros(shapes[key])
+            weight = reader.read(key, place.row, place.matrix) if key in reader.shapes else torch.zeros(shapes[key])
             for name, tensor in _theirs(place, weight, export):
                 writer.write(name, tensor)
             on_weight()
@@ -290,22 +298,22 @@ def write_hugging_face(
 
 
 class _Place(NamedTuple):
-    """A weight of ours: its rule, the model's layer and its row in checkpoints, and the expert; None: all of them."""
+    """A weight of ours: its rule, the model's layer and its row in checkpoints, and the matrix; None: all of them."""
 
     rule: Rule
     layer: int | None
     row: int | None
-    expert: int | None
+    matrix: int | None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of theirs."""
-        return self.rule.names_of(self.layer, self.expert)
+        return self.rule.names_of(self.layer, self.matrix)
 
 
 def _shape_of_one(rule: Rule, shape: Shape) -> Shape:
-    """The shape of what a rule splits: in one layer, of one expert."""
-    return shape[2 if holds_experts(rule.key) else 1 :] if rule.key.startswith(LAYERS) else shape
+    """The shape of what a rule splits: in one layer, of one matrix."""
+    return shape[2 if holds_matrices(rule.key) else 1 :] if rule.key.startswith(LAYERS) else shape
 
 
 def _places(rules: Sequence[Rule], model: ModelConfig) -> Iterator[_Place]:
@@ -322,7 +330,7 @@ def _places_of_layer(rules: Sequence[Rule], model: ModelConfig, layer: int) -> I
     for rule in rules:
         layers = rule.layers(model)
         if layer in layers:
-            yield from (_Place(rule, layer, layers.index(layer), expert) for expert in rule.stored_experts(model))
+            yield from (_Place(rule, layer, layers.index(layer), matrix) for matrix in rule.stored_matrices(model))
 
 
 def _specs(place: _Place, shape: Shape, model: ModelConfig, export: Export) -> Iterator[TensorSpec]:

@@ -17,7 +17,7 @@ from ..checkpoint.megatron_layout import Name
 from ..checkpoint.megatron_loading import open_megatron_checkpoint
 from ..checkpoint.same_model import first_difference, settings_of_arguments, unsupported_argument
 from ..checkpoint.saved_settings import model_of_arguments
-from ..checkpoint.weights import ExpertsOfLayer, TorchDistWeights, WeightReader
+from ..checkpoint.weights import MatricesOfLayer, TorchDistWeights, WeightReader
 from ..config.schema import Config
 
 #: Arguments that say which model it is. Without them --config has to.
@@ -29,11 +29,11 @@ class MegatronWeights:
 
     def __init__(self, checkpoint: MegatronCheckpoint) -> None:
         self.shapes = checkpoint.shapes
-        self._experts = ExpertsOfLayer(lambda key, layer: checkpoint.read("weight", Name(key, layer)))
+        self._matrices = MatricesOfLayer(lambda key, layer: checkpoint.read("weight", Name(key, layer)))
 
-    def read(self, key: str, layer: int | None, expert: int | None = None) -> Tensor:
+    def read(self, key: str, layer: int | None, matrix: int | None = None) -> Tensor:
         """As `weights.WeightReader.read`."""
-        return self._experts.read(key, layer, expert)
+        return self._matrices.read(key, layer, matrix)
 
 
 def open_weights(folder: Path) -> tuple[WeightReader, dict[str, Any]]:

@@ -12,8 +12,7 @@ from ..checkpoint.manifest import FileEntry
 from ..checkpoint.torch_dist import Chunk, TorchDistReader, write_chunks, write_metadata
 from ..checkpoint.weights import WeightReader, is_finite, places
 from ..config.model import ModelConfig
-from ..models.keys import megatrons_keys
-from ..models.registry import is_linear_weight, layers_of_key
+from ..models.registry import has_unlike_layers, is_linear_weight, stored_names
 from ..sharding.region import Shape
 
 #: Transformer Engine's FP8 state. In most checkpoints it is an object, not a tensor.
@@ -32,7 +31,7 @@ def write_torch_dist(
 
     Args:
         common: plain numbers and strings for ``common.pt``.
-        model: that the weights are of; None: it has no experts, or only this project reads them, by their own keys.
+        model: that the weights are of; None: only this project reads them, by their keys.
         on_weight: called after each weight of a layer or outside them, for a progress bar.
 
     Returns:
@@ -53,26 +52,25 @@ def fp32_chunks(reader: TorchDistReader) -> Iterator[Chunk | str]:
 
 
 def _extra_state_key(key: str, index: Shape, counts: Shape) -> str:
-    """The object that megatron-core's readers look for beside a linear weight, of one layer and expert of so many."""
+    """The object that megatron-core's readers look for beside a linear weight, of one layer and matrix of so many."""
     shard, shape = (".".join(map(str, numbers)) for numbers in (index or (0,), counts or (1,)))
     return f"{key.removesuffix('weight')}{_EXTRA_STATE}/shard_{shard}_{shape}"
 
 
 def _chunks(reader: WeightReader, model: ModelConfig | None, on_weight: Callable[[], None]) -> Iterator[Chunk | str]:
     for place in places(reader.shapes):
-        key, layer, expert = place
+        key, layer, matrix = place
         value = reader.read(*place).float().contiguous()
         if not is_finite(value):
             where = key if layer is None else f"{key}, layer {layer},"
             raise CheckpointError(f"{where} holds an inf or a NaN")
-        index, shape = tuple(each for each in (layer, expert) if each is not None), reader.shapes[key]
+        index, shape = tuple(each for each in (layer, matrix) if each is not None), reader.shapes[key]
         stored = [key]
         if model is not None and layer is not None:
-            number, is_mixed = layers_of_key(model, key)[layer], 0 < len(model.expert_layers) < model.num_layers
-            stored = megatrons_keys(key, number if is_mixed else None, has_experts=number in model.expert_layers)
-            index, shape = (index[1:], shape[1:]) if is_mixed else (index, shape)
+            stored = stored_names(model, key, layer)
+            index, shape = (index[1:], shape[1:]) if has_unlike_layers(model) else (index, shape)
         for name in stored:
             yield Chunk(name, shape, (*index, *(0 for _ in value.shape)), value[(None,) * len(index)])
-        if is_linear_weight(key) and layer is not None and (model is not None or expert is None):
+        if is_linear_weight(key) and layer is not None and (model is not None or matrix is None):
             yield _extra_state_key(stored[0], index, shape[: len(index)])
         on_weight()

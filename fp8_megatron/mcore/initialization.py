@@ -1,8 +1,8 @@
 """Initial weights that depend only on the seed and the parameter's name, not on the parallel layout.
 
 Every matrix is drawn whole from a generator seeded with its name in the whole model, and each rank keeps its part. Of
-experts [E, N, K] a rank draws its own, each by its number. One seed therefore gives the same model under any layout, so
-losses are comparable.
+matrices [M, N, K] a rank draws its own, each by its number. One seed therefore gives the same model under any layout,
+so losses are comparable.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def named_parameters_of_model(chunk: torch.nn.Module) -> dict[str, torch.nn.Para
 
 
 def named_buffers_of_model(chunk: torch.nn.Module) -> dict[str, Tensor]:
-    """What one model chunk computes itself and keeps, as routers keep the bias of their experts, by the names in the
-    whole model."""
+    """What one model chunk computes itself and keeps, by the names in the whole model."""
     return {
         _name_in_model(f"{prefix}.{name}", chunk): buffer
         for prefix, module in chunk.named_modules()
@@ -108,9 +107,9 @@ def initial_values(
         if param.ndim == 2:
             yield name, _drawn(region, _seed_of(name, seed), scaled_std, param.device, rows)
             continue
-        value, first = torch.empty(param.shape, device=param.device), region.experts[0] * len(param)
-        for expert, matrix in enumerate(value, start=first):
-            matrix.copy_(_drawn(region.of_matrix(), _seed_of(f"{name}/{expert}", seed), scaled_std, param.device))
+        value, first = torch.empty(param.shape, device=param.device), region.matrices[0] * len(param)
+        for number, matrix in enumerate(value, start=first):
+            matrix.copy_(_drawn(region.of_matrix(), _seed_of(f"{name}/{number}", seed), scaled_std, param.device))
         yield name, value
 
 

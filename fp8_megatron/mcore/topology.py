@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..collectives.hierarchical import NodeGroups, new_node_groups
+from ..config.parallel import LayerShares
 from ..config.pipeline_layout import PipelineLayout, pipeline_layout
 from ..config.schema import ParallelConfig
 from ..data.document_bounds import SequencePart
@@ -27,7 +28,7 @@ from ..device.variables import check_variables, number
 from ..dtypes import GradReduceMode
 from ..sharding import transport
 from ..sharding.partition import RowSplit
-from ..sharding.region import Region
+from ..sharding.region import Region, counts_matrices
 from ..sharding.replicas import Replicas, Sharing
 from ..sharding.transport import SendMemory, TransportChoice, send_memory
 
@@ -74,6 +75,11 @@ class Topology:
     def ep(self) -> Group:
         """Ranks that share the experts of each layer."""
         return self.groups.ep
+
+    @property
+    def layer_shares(self) -> LayerShares:
+        """How many ranks share a layer."""
+        return LayerShares(self.tp.size(), self.ep.size(), self.groups.expt_tp.size())
 
     @property
     def cp(self) -> Group:
@@ -123,11 +129,11 @@ class Topology:
 
         Parameters that are not split have duplicates on the tensor-parallel ranks; under sequence parallelism each
         duplicate has the gradient of its part of the sequence. The first and last stages both hold a tied embedding;
-        each has the gradient of its own use. Experts, marked ``is_expert``, take the tokens of all expert-parallel
+        each has the gradient of its own use. Experts (`counts_matrices`) take the tokens of all expert-parallel
         ranks.
         """
         is_split = getattr(param, "tensor_model_parallel", False)
-        if is_expert(param):
+        if counts_matrices(param):
             return Sharing(
                 self.expert_replicas,
                 parts_with=_several(self.groups.expt_tp) if is_split else None,
@@ -145,38 +151,33 @@ class Topology:
 
     def region_of(self, param: torch.Tensor) -> Region:
         """Where this rank's part of a parameter lies in the whole parameter."""
-        if not is_expert(param):
+        if not counts_matrices(param):
             return region_of(param, self.tp.rank(), self.tp.size())
         shared = self.groups.expt_tp
-        return region_of(param, shared.rank(), shared.size(), experts=(self.ep.rank(), self.ep.size()))
+        return region_of(param, shared.rank(), shared.size(), matrices=(self.ep.rank(), self.ep.size()))
 
 
-def region_of(param: torch.Tensor, rank: int, size: int, *, experts: tuple[int, int] = (0, 1)) -> Region:
+def region_of(param: torch.Tensor, rank: int, size: int, *, matrices: tuple[int, int] = (0, 1)) -> Region:
     """Where a tensor-parallel rank's part of a parameter lies, by the attributes that megatron-core sets.
 
     Args:
-        experts: see `Region.experts`.
+        matrices: see `Region.matrices`.
     """
     shape = tuple(param.shape)
     if not getattr(param, "tensor_model_parallel", False):
-        return Region(shape, rank=rank, experts=experts)
+        return Region(shape, rank=rank, matrices=matrices)
     return Region(
         shape,
         axis=param.partition_dim,  # type: ignore[attr-defined]
         pieces=param.partition_stride,  # type: ignore[attr-defined]
         rank=rank,
         size=size,
-        experts=experts,
+        matrices=matrices,
     )
 
 
 def _several(group: Group) -> Group | None:
     return group if group.size() > 1 else None
-
-
-def is_expert(param: torch.Tensor) -> bool:
-    """Whether a layer with experts has marked it as their weights [E, N, K] or biases [E, N]."""
-    return getattr(param, "is_expert", False)
 
 
 def is_embedding_or_output(param: torch.nn.Parameter) -> bool:

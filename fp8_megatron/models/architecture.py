@@ -31,14 +31,15 @@ class Parameter:
     Attributes:
         key: its key in checkpoints, which stack the layers that have it along a first axis, in their order
             (``decoder.layers.mlp.linear_fc2.weight``).
-        shape: of the whole tensor, in one layer. If the parameter holds experts, they are the first axis.
+        shape: of the whole tensor, in one layer: [M, N, K], or [M, N] beside it, if the parameter holds `matrices`.
         stages: that hold it. The last stage has a copy of an embedding that is also the head (`is_tied`).
         axis: the axis that tensor-parallel ranks share. None: each of them holds the whole.
         pieces: equal parts of the axis, each of which is shared (2: gate and up of a gated MLP).
         is_linear: a layer's linear weight, which is in FP8 if the layer is.
         layers: that have it, counted over the whole model; None: all.
-        experts: that the first axis counts, which expert-parallel ranks share; None: it holds no experts.
-        experts_of_token: of these, how many a token is sent to.
+        matrices: that axis 0 counts, which ranks may share. All parameters of a model that hold several hold as many.
+            None: it does not.
+        matrices_of_token: of these, how many a token is multiplied with.
         is_buffer: the model computes it itself: it has neither gradient nor optimizer state.
     """
 
@@ -50,8 +51,8 @@ class Parameter:
     is_linear: bool = False
     is_tied: bool = False
     layers: tuple[int, ...] | None = None
-    experts: int | None = None
-    experts_of_token: int = 1
+    matrices: int | None = None
+    matrices_of_token: int = 1
     is_buffer: bool = False
 
     @property
@@ -62,7 +63,7 @@ class Parameter:
     @property
     def numel_of_token(self) -> int:
         """Elements that a token is multiplied with, in one layer."""
-        return self.numel // (self.experts or 1) * self.experts_of_token
+        return self.numel // (self.matrices or 1) * self.matrices_of_token
 
     def layers_of(self, layers: Sequence[int]) -> list[int]:
         """Those of the layers `layers` that have it."""
@@ -74,14 +75,14 @@ class Parameter:
         """The shape in a checkpoint of a model of so many layers."""
         return (len(self.layers_of(range(num_layers))), *self.shape) if self.stages is Stages.LAYERS else self.shape
 
-    def numel_of_rank(self, tensor_parallel_size: int, expert_ranks: int = 1) -> int:
+    def numel_of_rank(self, tensor_parallel_size: int, matrix_holders: int = 1) -> int:
         """Elements that one rank holds, in one layer.
 
         Args:
-            expert_ranks: that share the experts.
+            matrix_holders: ranks that share a parameter with `matrices`.
         """
-        if self.experts is not None:
-            return self.numel // expert_ranks
+        if self.matrices is not None:
+            return self.numel // matrix_holders
         return self.numel // (1 if self.axis is None else tensor_parallel_size)
 
     def copies(self, layers: Sequence[int], *, is_first: bool, is_last: bool) -> int:
@@ -106,7 +107,7 @@ class LayerShape:
         stream: of the residual stream.
         head: of one attention head.
         queries, keys: of all query heads, of all key heads; values have as many as keys.
-        mlp: of the MLP's hidden state; of all experts of a token, if it has experts.
+        mlp: of the MLP's hidden state, with all that a token takes part in.
         mlp_input: of the input to the MLP's activation: `mlp`, or twice as many if it is gated.
         activation: of the MLP.
         has_windows: attention leaves tokens out.
@@ -191,7 +192,7 @@ class Architecture(Protocol):
     @property
     def layer_orders(self) -> Sequence[Sequence[str]]:
         """The orders in which Megatron's optimizer may lay out a layer's parameters, by the ends of their keys. Those
-        of experts follow each other: their own order is `checkpoint.megatron_layout.ExpertOrder`."""
+        that hold several matrices follow each other: their own order is `checkpoint.megatron_layout.MatrixOrder`."""
 
     @property
     def linear_weights(self) -> Collection[str]:
@@ -200,3 +201,15 @@ class Architecture(Protocol):
     @property
     def shared_axes(self) -> Mapping[str, int]:
         """The axis that tensor-parallel ranks share, by key, of every parameter that they share in any model."""
+
+    @property
+    def matrix_axes(self) -> Mapping[str, int | None]:
+        """Keys of parameters that hold several matrices a layer in any model (`Parameter.matrices`), each with the axis
+        of one of them that ranks may share; None: they do not."""
+
+    @property
+    def stored_keys(self) -> Mapping[str, str]:
+        """Keys, layers stacked, by the names under which megatron-core's own layers save them, if those are others."""
+
+    def stored_names(self, model: ModelConfig, key: str, layer: int) -> Sequence[str]:
+        """The names, layers stacked, under which megatron-core's own layers save a weight; its key where it is one."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..config.model import ModelConfig
 from ..errors import CheckpointError
 from .hugging_face_values import Json
-from .keys import LAYERS, holds_experts
-from .registry import layers_of_key
+from .keys import LAYERS
+from .registry import holds_matrices, layers_of_key, num_matrices
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Family:
 
 @dataclass(frozen=True)
 class Rule:
-    """One weight of ours, and the tensors of theirs that it is made of. Of experts it is the weight of one.
+    """One weight of ours, and the tensors of theirs that it is made of. Of several matrices it is one.
 
     Attributes:
         key: standard key (`models.keys`).
-        names: their names; the first ``{}`` stands for the layer, the second for the expert.
+        names: their names; the first ``{}`` stands for the layer, the second for the matrix.
         join: their tensors → ours. Values do not change; any dtype is kept.
         split: ours → theirs, in the order of `names`; views if possible.
         refuses: `join` may refuse values, with a `CheckpointError`.
-        has_all_experts: each of their tensors holds all experts of a layer, along its first axis.
+        has_all_matrices: each of their tensors holds all matrices of a layer, along its first axis.
         otherwise: the form in which other versions of transformers have it.
     """
 
@@ -52,39 +52,39 @@ class Rule:
     join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
     split: Callable[[Tensor], tuple[Tensor, ...]] = lambda tensor: (tensor,)
     refuses: bool = field(default=False, kw_only=True)
-    has_all_experts: bool = field(default=False, kw_only=True)
+    has_all_matrices: bool = field(default=False, kw_only=True)
     otherwise: Rule | None = field(default=None, kw_only=True)
 
-    def names_of(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
-        """Names of theirs in one layer, of one expert."""
-        return tuple(name.format(layer, expert) for name in self.names)
+    def names_of(self, layer: int | None, matrix: int | None = None) -> tuple[str, ...]:
+        """Names of theirs in one layer, of one matrix."""
+        return tuple(name.format(layer, matrix) for name in self.names)
 
     def split_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The shapes that `split` gives, from the shape of ours. Needs no data."""
         return tuple(tuple(part.shape) for part in self.split(torch.empty(shape, device="meta")))
 
     def stored(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Their tensors of ours: of one expert, or of [E, …] if they have all of a layer."""
-        if not self.has_all_experts:
+        """Their tensors of ours: of one matrix, or of [M, …] if they have all of a layer."""
+        if not self.has_all_matrices:
             return self.split(weight)
         return tuple(torch.stack(parts) for parts in zip(*map(self.split, weight), strict=True))
 
     def stored_shapes(self, shape: tuple[int, ...], model: ModelConfig) -> tuple[tuple[int, ...], ...]:
         """The shapes of their tensors, from that of `split_shapes`."""
-        front = (len(self.experts(model)),) if self.has_all_experts else ()
+        front = (len(self.matrices(model)),) if self.has_all_matrices else ()
         return tuple((*front, *each) for each in self.split_shapes(shape))
 
-    def stored_experts(self, model: ModelConfig) -> Sequence[int | None]:
-        """The experts that have tensors of their own, or [None]."""
-        return [None] if self.has_all_experts else self.experts(model)
+    def stored_matrices(self, model: ModelConfig) -> Sequence[int | None]:
+        """The matrices that have tensors of their own, or [None]."""
+        return [None] if self.has_all_matrices else self.matrices(model)
 
     def layers(self, model: ModelConfig) -> Sequence[int | None]:
         """The layers that have the weight, or [None] for a weight outside the layers."""
         return layers_of_key(model, self.key) if self.key.startswith(LAYERS) else [None]
 
-    def experts(self, model: ModelConfig) -> Sequence[int | None]:
-        """The experts of a layer, each of which has the weight, or [None]."""
-        return range(model.num_experts or 0) if holds_experts(self.key) else [None]
+    def matrices(self, model: ModelConfig) -> Sequence[int | None]:
+        """The matrices of the weight in one layer, or [None] for a weight that is one."""
+        return range(num_matrices(model)) if holds_matrices(self.key) else [None]
 
 
 def first_without(against: Mapping[Family, Sequence[str]]) -> Family:

@@ -28,12 +28,12 @@ from ..checkpoint.weights import TorchDistWeights, check_shapes
 from ..config.model import ModelConfig
 from ..config.moe import MoeConfig
 from ..mcore.initialization import initial_values
-from ..models.keys import EXPERTS, LAYERS, VOCABULARY_KEYS, key_and_layer
+from ..models.keys import VOCABULARY_KEYS, key_and_layer
 from ..models.registry import weight_shapes
 from ..sharding.partition import Slot
 from ..sharding.region import Shape
+from .architecture.table import EXPERTS, ROUTER
 
-_ROUTER = LAYERS + "mlp.router."
 _ReadsLayer = Callable[[str, int | None], Tensor]
 
 
@@ -116,7 +116,7 @@ def _value(slot: Slot, state: Resumable, read: _ReadsLayer, granularity: int) ->
         dense = read(key.replace("mlp.experts.", "mlp."), layer) * _scale(model, granularity)
         is_fc1 = "linear_fc1" in key
         return _experts(dense, model, granularity, pieces=model.activation.row.num_inputs if is_fc1 else 1, rows=is_fc1)
-    if key.startswith(_ROUTER):
+    if key.startswith(ROUTER):
         region = slot.region
         assert region is not None and model.num_experts is not None
         ((_, drawn),) = initial_values(

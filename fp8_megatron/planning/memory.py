@@ -128,12 +128,12 @@ def parameters_by_class(
         ends = {"is_first": stage == 0, "is_last": stage == config.parallel.pipeline_model_parallel_size - 1}
     counts = {StorageClass.LINEAR: 0, StorageClass.MATRIX: 0, StorageClass.VECTOR: 0}
     for row in architecture_of(model).parameters(model, padded_vocab_size):
-        if row.is_buffer or part == ("others" if row.experts else "experts") or is_linear is (not row.is_linear):
+        if row.is_buffer or part == ("others" if row.matrices else "experts") or is_linear is (not row.is_linear):
             continue
         numel, copies = row.numel_of_rank(tp, ep), row.copies(layers, **ends)
         in_fp8 = sum(map(config.is_fp8_layer, row.layers_of(layers))) if row.is_linear else 0
         counts[StorageClass.LINEAR] += in_fp8 * numel
-        is_matrix = len(row.shape) - bool(row.experts) > 1
+        is_matrix = len(row.shape) - bool(row.matrices) > 1
         counts[StorageClass.MATRIX if is_matrix else StorageClass.VECTOR] += (copies - in_fp8) * numel
     return counts
 
@@ -143,7 +143,7 @@ def largest_linear(config: Config, part: ModelPart) -> int:
     parallel = config.parallel
     sizes = (parallel.tensor_model_parallel_size, parallel.expert_ranks)
     rows = [row for row in architecture_of(config.model).parameters(config.model, 0) if row.is_linear]
-    return max((row.numel_of_rank(*sizes) for row in rows if bool(row.experts) == (part == "experts")), default=0)
+    return max((row.numel_of_rank(*sizes) for row in rows if bool(row.matrices) == (part == "experts")), default=0)
 
 
 def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:

@@ -2,8 +2,8 @@
 
 ``fully_shard`` cuts a weight by rows and gathers it before each use. It asks the part what to send
 (``fsdp_pre_all_gather``) and to make the weight of what arrived (``fsdp_post_all_gather``). An E4M3 weight sends one
-byte an element. Its one scale is the same on all ranks, so it does not travel. The matrices of experts are whole on a
-rank, and their scales travel with them.
+byte an element. Its one scale is the same on all ranks, so it does not travel. The matrices of a weight [M, N, K] are
+whole on a rank, and their scales travel with them.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def gather_inputs(shard: ScaledTensor, mesh: DeviceMesh, outer_size: torch.Size)
         (payload [rows, …] as bytes or FP16, scales FP32 if they differ between ranks), and what `Gathered.whole` needs.
 
     Raises:
-        UserError: the ranks do not share the matrices of experts evenly.
+        UserError: the ranks do not share the matrices of a weight [M, N, K] evenly.
     """
     agree_on_scale_(shard, mesh.get_group())
     payload, ranks = shard.payload, mesh.size()
     num_rows = -(-outer_size[0] // ranks)
     if len(outer_size) == 3 and outer_size[0] % ranks:
         raise UserError(
-            f"{shard.layer_name} has {outer_size[0]} experts, which {ranks} ranks do not share evenly: use a number of "
-            f"ranks that divides it, or keep the experts out of replace_linears with its filter"
+            f"{shard.layer_name} has {outer_size[0]} matrices, which {ranks} ranks do not share evenly: use a number "
+            f"of ranks that divides it, or keep the layer out of replace_linears with its filter"
         )
     if payload.shape[1:] == outer_size[1:] and payload.shape[0] < num_rows:
         payload = payload.new_zeros(num_rows, *outer_size[1:])
@@ -76,8 +76,8 @@ def gather_inputs(shard: ScaledTensor, mesh: DeviceMesh, outer_size: torch.Size)
 
 
 def agree_on_scale_(shard: ScaledTensor, group: torch.distributed.ProcessGroup) -> None:
-    """Bring the shards of an FP8 weight to one scale, if plain values were written to them; else do nothing. Experts
-    keep their own scales.
+    """Bring the shards of an FP8 weight to one scale, if plain values were written to them; else do nothing. Each of
+    several matrices keeps its own.
 
     Called by every rank of `group`. The largest scale is taken. All of them are powers of two, so a value changes only
     where it becomes subnormal.

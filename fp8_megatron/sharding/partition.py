@@ -2,8 +2,8 @@
 
 Parameters that are stored and reduced alike form one flat space. The gradient norm and the optimizer step then take a
 few kernels, independent of the number of layers. Every parameter starts on a boundary that is a multiple of all scale
-blocks (linear weights: of a chunk), so no block crosses two parameters. A linear weight is one matrix, or those of a
-layer's experts [E, N, K]; a matrix is whole chunks, so no chunk crosses two matrices.
+blocks (linear weights: of a chunk), so no block crosses two parameters. A linear weight is one matrix, or several
+[M, N, K]; a matrix is whole chunks, so no chunk crosses two matrices.
 
 A space is cut into buckets of one size (or of whole parameters), and every bucket evenly over the space's replicas:
 
@@ -29,7 +29,7 @@ from ..dtypes import CHUNK, GRAD_BLOCK, STATE_BLOCK
 from ..kernels import ops
 from ..quantization.scaled_tensor import ScaledTensor
 from ..update_rules import RUNS_RATE, Rate
-from .region import Cut, Region
+from .region import Cut, Region, counts_matrices
 from .replicas import Replicas, Sharing
 
 assert CHUNK % GRAD_BLOCK == 0 and CHUNK % STATE_BLOCK == 0
@@ -105,7 +105,7 @@ class Slot:
 
     @property
     def num_matrices(self) -> int:
-        """Matrices of the parameter that each have a scale: one, or those of a linear weight [E, N, K]."""
+        """Matrices of the parameter that each have a scale: one, or those of a linear weight [M, N, K]."""
         return self.param.shape[0] if isinstance(self.param, ScaledTensor) and self.param.ndim == 3 else 1
 
     @property
@@ -369,10 +369,10 @@ def alone(part: torch.Tensor) -> torch.Tensor:
 
 
 def storage_class(param: torch.nn.Parameter) -> StorageClass:
-    """The storage class of a parameter. The first axis of one that is marked ``is_expert`` counts experts."""
+    """The storage class of a parameter. Axis 0 may count matrices (`counts_matrices`)."""
     if isinstance(param, ScaledTensor):
         return StorageClass.LINEAR
-    num_dims = param.ndim - getattr(param, "is_expert", False)  # that counts no experts
+    num_dims = param.ndim - counts_matrices(param)
     return StorageClass.MATRIX if num_dims > 1 and not param.is_complex() else StorageClass.VECTOR
 
 
@@ -402,7 +402,7 @@ def partition(
             apart.
 
     Raises:
-        ValueError: the experts of a linear weight have a size that cannot be cut; with the size.
+        ValueError: the matrices of a linear weight have a size that cannot be cut; with the size.
     """
     grouped: dict[tuple[StorageClass, Sharing, Rate, bool, torch.dtype | None], list[Slot]] = {}
     for name, param in named_params:
@@ -420,7 +420,7 @@ def partition(
         if slot.numel % (slot.num_matrices * CHUNK) and slot.num_matrices > 1:
             rows, columns = param.shape[1:]
             raise ValueError(
-                f"{name}: {rows} × {columns} elements of an expert are no multiple of {CHUNK}, the unit in which the "
+                f"{name}: {rows} × {columns} elements of a matrix are no multiple of {CHUNK}, the unit in which the "
                 f"amaxes of FP8 weights are taken; choose other sizes"
             )
         slots.append(slot)

@@ -14,6 +14,12 @@ import torch
 Shape = tuple[int, ...]
 
 
+def counts_matrices(param: torch.Tensor) -> bool:
+    """Whether a layer has marked its parameter (``counts_matrices``): axis 0 counts matrices [M, N, K], or what goes
+    with each of them [M, N]. Ranks may share it evenly."""
+    return getattr(param, "counts_matrices", False)
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a rank's part of a parameter lies in the whole parameter, both flat: runs of `width` elements.
@@ -55,8 +61,8 @@ class Region:
         rank, size: of the ranks that share the axis.
         axis_size: of the whole parameter, where the ranks' parts are not equal: all but the last ones are the largest.
         stacked: (index, count) of each axis that the whole tensor has in front of the parameter's, as that of layers.
-        experts: (rank, size) of the ranks that share the experts evenly, axis 0 of a parameter [E, N, K]. `axis` is
-            then another one.
+        matrices: (rank, size) of the ranks that share the matrices evenly, axis 0 of a parameter [M, N, K] or [M, N].
+            `axis` is then another one.
     """
 
     shape: Shape
@@ -66,7 +72,7 @@ class Region:
     size: int = 1
     axis_size: int | None = None
     stacked: tuple[tuple[int, int], ...] = ()
-    experts: tuple[int, int] = (0, 1)
+    matrices: tuple[int, int] = (0, 1)
 
     @property
     def whole_shape(self) -> Shape:
@@ -75,7 +81,7 @@ class Region:
         if self.axis is not None:
             whole[self.axis] = whole[self.axis] * self.size if self.axis_size is None else self.axis_size
         if whole:
-            whole[0] *= self.experts[1]
+            whole[0] *= self.matrices[1]
         return tuple(whole)
 
     @property
@@ -91,10 +97,10 @@ class Region:
     @property
     def is_first(self) -> bool:
         """Whether no rank before this one has a part of the parameter."""
-        return self.rank == 0 and self.experts[0] == 0
+        return self.rank == 0 and self.matrices[0] == 0
 
     def of_matrix(self) -> Region:
-        """The part of one matrix of a parameter [E, N, K] that all experts' ranks together hold."""
+        """Where the part of one matrix of a parameter [M, N, K] lies in the whole matrix."""
         axis = None if self.axis is None else self.axis - 1
         return Region(self.shape[1:], axis, self.pieces, self.rank, self.size, self.axis_size)
 
@@ -119,22 +125,22 @@ class Region:
     @property
     def cut(self) -> Cut | None:
         """Where the elements lie, flat, in the whole parameter; None: the part is the whole."""
-        expert_rank, expert_ranks = self.experts
+        holder, holders = self.matrices
         if self.axis is None:
             numel = math.prod(self.shape)
-            return None if expert_ranks == 1 else Cut(numel, numel, expert_rank * numel)
+            return None if holders == 1 else Cut(numel, numel, holder * numel)
         inner = math.prod(self.shape[self.axis + 1 :])
         width = max(1, self._share() * inner)
         is_one_run = self.axis == 0 and self.pieces == 1
         stride = width if is_one_run else max(1, self.whole_shape[self.axis] // self.pieces * inner)
-        before = expert_rank * math.prod(self.whole_shape) // expert_ranks
+        before = holder * math.prod(self.whole_shape) // holders
         return Cut(width, stride, before + self.rank * self._share() * inner)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of `whole_shape`."""
-        expert_rank, expert_ranks = self.experts
-        if expert_ranks > 1:
-            whole = whole.chunk(expert_ranks)[expert_rank]
+        holder, holders = self.matrices
+        if holders > 1:
+            whole = whole.chunk(holders)[holder]
         if self.axis is None:
             return whole
         share, size = self._share(), whole.shape[self.axis] // self.pieces
@@ -173,7 +179,7 @@ class Region:
             share = self._share()
             piece, place = divmod(offset[self.axis], share)
             offset[self.axis] = piece * (self.whole_shape[self.axis] // self.pieces) + self.rank * share + place
-        offset[0] += self.experts[0] * self.shape[0]
+        offset[0] += self.matrices[0] * self.shape[0]
         sizes = (*(1 for _ in range(dim)), count, *self.shape[dim + 1 :])
         front = tuple(index for index, _ in self.stacked)
         return Rectangle(start, count * inner, (*front, *offset), (*(1 for _ in front), *sizes))

@@ -124,4 +124,4 @@ def one_each(group: Group) -> tuple[bool, str]:
 
 def test_one_expert_a_rank(ranks: RankPool) -> None:
     for is_same, message in ranks.run(on_default_group, one_each, num_ranks=2):
-        assert is_same and "3 experts, which 2 ranks do not share evenly" in message
+        assert is_same and "3 matrices, which 2 ranks do not share evenly" in message

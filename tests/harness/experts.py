@@ -70,7 +70,7 @@ class Experts(torch.nn.Module):
         for index, (_, *matrix) in enumerate(SHAPES.values()):
             empty = torch.ones(held, *matrix)
             param = torch.nn.Parameter(ScaledTensor.quantize(empty) if is_fp8 else empty.bfloat16())
-            param.is_expert = True  # type: ignore[attr-defined]
+            param.counts_matrices = True  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", param)
 
     def forward(self, x: Tensor) -> Tensor:

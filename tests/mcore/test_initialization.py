@@ -123,7 +123,7 @@ def test_an_expert_has_the_same_weights_on_any_rank() -> None:
     def drawn(expert_rank: int, expert_ranks: int, rank: int = 0, size: int = 1) -> Tensor:
         param = torch.nn.Parameter(torch.empty(8 // expert_ranks, 32 // size, 48))
         param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 1, 2  # type: ignore[attr-defined]
-        where = partial(region_of, rank=rank, size=size, experts=(expert_rank, expert_ranks))
+        where = partial(region_of, rank=rank, size=size, matrices=(expert_rank, expert_ranks))
         ((_, value),) = initial_values({name: param}, std=0.02, num_layers=2, seed=1, region_of=where)
         return value
 

@@ -35,11 +35,11 @@ MATRICES = ("embedding", "position")
 
 @dataclass
 class Layout:
-    """Tensor-parallel size, ranks that share experts, replicas, elements of a bucket, and the parameters of each
+    """Tensor-parallel size, ranks that share matrices, replicas, elements of a bucket, and the parameters of each
     stage."""
 
     tensor: int = 1
-    experts: int = 1
+    holders: int = 1
     replicas: int = 1
     bucket: int = 1 << 30
     stages: tuple[tuple[str, ...], ...] = (tuple(WHOLE),)
@@ -51,8 +51,8 @@ LAYOUTS = {
     "small_buckets": Layout(replicas=2, bucket=16384),
     "tensor": Layout(tensor=2),
     "tensor_4_replicas_3": Layout(tensor=4, replicas=3, bucket=20000),
-    "experts": Layout(experts=2),
-    "tensor_2_experts_4_replicas_2": Layout(tensor=2, experts=4, replicas=2, bucket=20000),
+    "holders": Layout(holders=2),
+    "tensor_2_holders_4_replicas_2": Layout(tensor=2, holders=4, replicas=2, bucket=20000),
     "stages": Layout(stages=(("embedding", "fc2", "position"), ("wide", "narrow"), ("qkv", "fc1", "embedding"))),
 }
 
@@ -60,9 +60,9 @@ LAYOUTS = {
 def part(whole: Tensor, name: str, layout: Layout, rank: int) -> Tensor:
     """A rank's part of a parameter; tensor-parallel ranks are next to each other."""
     _, axis, pieces = WHOLE[name]
-    expert_rank, rank = divmod(rank, layout.tensor)
+    holder, rank = divmod(rank, layout.tensor)
     size = layout.tensor
-    whole = whole.chunk(layout.experts)[expert_rank] if whole.ndim == 3 else whole
+    whole = whole.chunk(layout.holders)[holder] if whole.ndim == 3 else whole
     return whole if axis is None else torch.cat(whole.chunk(size * pieces, dim=axis)[rank::size], dim=axis)
 
 
@@ -73,9 +73,9 @@ def spaces(layout: Layout, stage: tuple[str, ...], rank: int, replica: int) -> l
         value = part(torch.zeros(shape), name, layout, rank)
         param = torch.nn.Parameter(value.bfloat16() if name in MATRICES else ScaledTensor.quantize(value))
         params[name] = param
-        expert_rank, tensor_rank = divmod(rank, layout.tensor)
-        experts = (expert_rank, layout.experts) if value.ndim == 3 else (0, 1)
-        regions[param] = Region(tuple(value.shape), axis, pieces, tensor_rank, layout.tensor, experts=experts)
+        holder, tensor_rank = divmod(rank, layout.tensor)
+        matrices = (holder, layout.holders) if value.ndim == 3 else (0, 1)
+        regions[param] = Region(tuple(value.shape), axis, pieces, tensor_rank, layout.tensor, matrices=matrices)
     sharing = Sharing(Replicas(layout.replicas, replica, SendMemory(CPU), SendMemory(CPU)))
     return partition(params.items(), lambda _: sharing, region_of=regions.__getitem__, bucket_numel=layout.bucket)
 
@@ -104,7 +104,7 @@ def alone() -> dict[str, Tensor]:
 def test_an_element_has_the_same_bits_under_every_layout(alone: dict[str, Tensor], name: str) -> None:
     layout = LAYOUTS[name]
     for stage in layout.stages:
-        for rank in range(layout.tensor * layout.experts):
+        for rank in range(layout.tensor * layout.holders):
             for param, drawn in bits(layout, rank, stage).items():
                 expected = part(alone[param], param, layout, rank)
                 assert torch.equal(drawn.view(expected.shape), expected), (param, rank)

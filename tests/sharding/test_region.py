@@ -9,7 +9,7 @@ from fp8_megatron.sharding.region import Region
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "pieces", "rank", "size", "experts"),
+    ("shape", "axis", "pieces", "rank", "size", "matrices"),
     [
         ((7, 5), None, 1, 0, 1, (0, 1)),
         ((6, 5), 0, 1, 1, 3, (0, 1)),
@@ -27,7 +27,7 @@ from fp8_megatron.sharding.region import Region
         ((3, 4, 5), 2, 1, 0, 2, (1, 3)),
     ],
 )
-@pytest.mark.parametrize("stacked", [(), ((2, 3),), ((2, 3), (4, 8))], ids=["plain", "layers", "experts"])
+@pytest.mark.parametrize("stacked", [(), ((2, 3),), ((2, 3), (4, 8))], ids=["plain", "layers", "stacks"])
 def test_every_element_has_its_place(
     shape: tuple[int, ...],
     axis: int | None,
@@ -35,14 +35,14 @@ def test_every_element_has_its_place(
     rank: int,
     size: int,
     stacked: tuple[tuple[int, int], ...],
-    experts: tuple[int, int],
+    matrices: tuple[int, int],
 ) -> None:
     """Against indexing the whole tensor: element i of the rank's part goes where `part_of` takes it from."""
-    region = Region(shape, axis, pieces, rank, size, stacked=stacked, experts=experts)
+    region = Region(shape, axis, pieces, rank, size, stacked=stacked, matrices=matrices)
     depth = len(stacked)
     assert region.global_shape == (*(count for _, count in stacked), *region.whole_shape)
     whole = torch.arange(torch.Size(region.whole_shape).numel()).view(region.whole_shape)
-    mine = whole.chunk(experts[1])[experts[0]]
+    mine = whole.chunk(matrices[1])[matrices[0]]
     mine = mine if axis is None else torch.cat(mine.chunk(size * pieces, dim=axis)[rank::size], dim=axis)
     assert torch.equal(region.part_of(whole), mine) and mine.shape == shape
     flat = mine.flatten()

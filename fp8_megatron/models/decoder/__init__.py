@@ -8,7 +8,16 @@ from ...config.model import ModelConfig
 from .checks import problems
 from .computed import changed_setting, computed_settings
 from .costs import attention_flops, backward_bytes, forward_bytes, kept_bytes, recomputed_bytes, table_bytes
-from .table import layer_orders, layer_shape, linear_weights, parameters, shared_axes
+from .table import (
+    layer_orders,
+    layer_shape,
+    linear_weights,
+    matrix_axes,
+    parameters,
+    shared_axes,
+    stored_keys,
+    stored_names,
+)
 
 if TYPE_CHECKING:
     from ..hugging_face import HuggingFace

@@ -37,6 +37,9 @@ shared_axes: Mapping[str, int] = MappingProxyType(
         **dict.fromkeys((PROJECTION + "weight", FC2 + "weight"), 1),
     }
 )
+#: A dense layer has one matrix a weight, and megatron-core's names are the keys.
+matrix_axes: Mapping[str, int | None] = MappingProxyType({})
+stored_keys: Mapping[str, str] = MappingProxyType({})
 _NORM = ("layer_norm_weight", "layer_norm_bias")
 _WEIGHTS = ("weight", "bias")
 _HEAD_NORMS = (("self_attention.q_layernorm", _WEIGHTS), ("self_attention.k_layernorm", _WEIGHTS))
@@ -96,6 +99,11 @@ def around_mlp(model: ModelConfig, padded_vocab_size: int, mlp: Sequence[Paramet
     if not ties:
         rows.append(Parameter(OUTPUT_LAYER, vocabulary, Stages.LAST, 0))
     return rows
+
+
+def stored_names(model: ModelConfig, key: str, layer: int) -> tuple[str, ...]:
+    """As `Architecture.stored_names`."""
+    return (key,)
 
 
 def layer_shape(model: ModelConfig) -> LayerShape:

@@ -9,7 +9,16 @@ from ...models.decoder.costs import attention_flops, table_bytes
 from .checks import problems
 from .computed import changed_setting, computed_settings
 from .costs import backward_bytes, forward_bytes, kept_bytes, recomputed_bytes
-from .table import layer_orders, layer_shape, linear_weights, parameters, shared_axes
+from .table import (
+    layer_orders,
+    layer_shape,
+    linear_weights,
+    matrix_axes,
+    parameters,
+    shared_axes,
+    stored_keys,
+    stored_names,
+)
 
 if TYPE_CHECKING:
     from ...models.hugging_face import HuggingFace

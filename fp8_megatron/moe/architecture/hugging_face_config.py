@@ -255,9 +255,9 @@ def _mixture(family: Family, model: ModelConfig) -> list[Rule]:
             (f"{one}{gate}.weight", f"{one}{up}.weight"),
             join_gate_and_up,
             split_gate_and_up,
-            otherwise=Rule(fc1, (fused + "gate_up_proj",), has_all_experts=True),
+            otherwise=Rule(fc1, (fused + "gate_up_proj",), has_all_matrices=True),
         ),
-        Rule(fc2, (f"{one}{down}.weight",), otherwise=Rule(fc2, (fused + "down_proj",), has_all_experts=True)),
+        Rule(fc2, (f"{one}{down}.weight",), otherwise=Rule(fc2, (fused + "down_proj",), has_all_matrices=True)),
     ]
     if family is QWEN2_MOE:
         rules += gated_rules(model, SHARED_FC1, SHARED_FC2, "mlp.shared_expert")

@@ -36,25 +36,25 @@ def mixture_rules() -> list[Rule]:
             (experts + "gate_up_proj",),
             lambda parts: _apart(parts[0].t()),
             lambda weight: (_in_turns(weight).t(),),
-            has_all_experts=True,
-            otherwise=Rule(fc1, packed1, lambda parts: _apart(_unpacked(parts)), _packed_like, has_all_experts=True),
+            has_all_matrices=True,
+            otherwise=Rule(fc1, packed1, lambda parts: _apart(_unpacked(parts)), _packed_like, has_all_matrices=True),
         ),
         Rule(
             EXPERTS_FC1 + "bias",
             (experts + "gate_up_proj_bias",),
             lambda parts: _apart(parts[0]),
             lambda bias: (_in_turns(bias),),
-            has_all_experts=True,
+            has_all_matrices=True,
         ),
         Rule(
             fc2,
             (experts + "down_proj",),
             lambda parts: parts[0].t(),
             lambda weight: (weight.t(),),
-            has_all_experts=True,
-            otherwise=Rule(fc2, packed2, lambda parts: _unpacked(parts), _packed_like, has_all_experts=True),
+            has_all_matrices=True,
+            otherwise=Rule(fc2, packed2, lambda parts: _unpacked(parts), _packed_like, has_all_matrices=True),
         ),
-        Rule(EXPERTS_FC2 + "bias", (experts + "down_proj_bias",), has_all_experts=True),
+        Rule(EXPERTS_FC2 + "bias", (experts + "down_proj_bias",), has_all_matrices=True),
     ]
 
 

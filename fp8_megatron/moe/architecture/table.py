@@ -13,9 +13,10 @@ from types import MappingProxyType
 from ...config.model import ModelConfig
 from ...models.architecture import LayerShape, Parameter
 from ...models.decoder import table as decoder
-from ...models.keys import EXPERTS, LAYERS
+from ...models.keys import LAYERS, MLP_NORM, name_in_model
 
 ROUTER = LAYERS + "mlp.router."
+EXPERTS = LAYERS + "mlp.experts."
 EXPERTS_FC1 = EXPERTS + "linear_fc1."
 EXPERTS_FC2 = EXPERTS + "linear_fc2."
 SHARED_FC1 = LAYERS + "mlp.shared_experts.linear_fc1."
@@ -29,6 +30,17 @@ linear_weights = (
 #: Tensor-parallel ranks share a shared expert as the MLP of a dense layer, and no expert.
 shared_axes: Mapping[str, int] = MappingProxyType(
     {**decoder.shared_axes, SHARED_FC1 + "weight": 0, SHARED_FC1 + "bias": 0, SHARED_FC2 + "weight": 1}
+)
+#: An expert is shared as the MLP of a dense layer, by expert-tensor-parallel ranks.
+matrix_axes: Mapping[str, int | None] = MappingProxyType(
+    {
+        EXPERTS + name: decoder.shared_axes.get(f"{LAYERS}mlp.{name}")
+        for name in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
+    }
+)
+#: Every kind of megatron-core's experts saves them so: all of a layer in one tensor [experts, outputs, inputs].
+stored_keys: Mapping[str, str] = MappingProxyType(
+    {f"{EXPERTS}experts.{key.removeprefix(EXPERTS)}": key for key in matrix_axes}
 )
 #: What megatron-core's layer with experts has in the place of a dense one's MLP, in the order of its modules.
 _MIXTURE = tuple(
@@ -79,8 +91,8 @@ def _mixture(model: ModelConfig) -> list[Parameter]:
             (experts, num_outputs, num_inputs),
             pieces=pieces_of_key,
             is_linear=True,
-            experts=experts,
-            experts_of_token=model.moe_router_topk,
+            matrices=experts,
+            matrices_of_token=model.moe_router_topk,
         )
         bias = replace(weight, key=key + "bias", shape=(experts, num_outputs), is_linear=False)
         rows += [weight, bias] if has_biases else [weight]
@@ -90,6 +102,15 @@ def _mixture(model: ModelConfig) -> list[Parameter]:
         if model.moe_shared_expert_gate:
             rows.append(Parameter(SHARED_GATE, (1, hidden)))
     return rows
+
+
+def stored_names(model: ModelConfig, key: str, layer: int) -> tuple[str, ...]:
+    """As `Architecture.stored_names`. The norm in front of experts has two names: of specs with Transformer Engine,
+    where no other layer holds it, and of those without."""
+    own = next((name for name, known in stored_keys.items() if known == key), key)
+    if layer in model.expert_layers and key.startswith(MLP_NORM):
+        return own, name_in_model(key, None)
+    return (own,)
 
 
 def layer_shape(model: ModelConfig) -> LayerShape:

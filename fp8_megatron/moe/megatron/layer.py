@@ -60,13 +60,13 @@ class ExpertLinear(FallsBack, torch.nn.Module):
             payload = torch.zeros(shape, dtype=E4M3, device=device)
             self.weight = torch.nn.Parameter(ScaledTensor(payload, torch.ones(shape[0], device=device)))
             self.quantizers = recipe.expert_quantizers()
-        self.weight.is_expert = True  # type: ignore[attr-defined]
+        self.weight.counts_matrices = True  # type: ignore[attr-defined]
         self.weight.tensor_model_parallel = config.expert_tensor_parallel_size > 1  # type: ignore[attr-defined]
         self.weight.partition_dim, self.weight.partition_stride = axis, pieces  # type: ignore[attr-defined]
         self.register_parameter("bias", None)
         if config.add_bias_linear:  # then every expert is whole, as megatron-core asks
             self.bias = torch.nn.Parameter(torch.zeros(shape[:2], dtype=config.params_dtype, device=device))
-            self.bias.is_expert = True  # type: ignore[attr-defined]
+            self.bias.counts_matrices = True  # type: ignore[attr-defined]
 
     def linear_params(self, parallelism: Local) -> LinearParams:
         """The layer, for the function that computes it."""
