@@ -93,7 +93,7 @@ class Blocks(_BlockScaled):
             operand.payload,
             operand.scale,
             groups.source,
-            groups.num_experts,
+            groups.num_groups,
             groups.offsets,
             rowwise=rowwise,
             transposed=transposed,
@@ -112,8 +112,8 @@ class Blocks(_BlockScaled):
 class Tiles(_BlockScaled):
     """128 along N by 128 along K share a scale: FP32 [⌈N / 128⌉, ⌈K / 128⌉ rounded up to a multiple of 4].
 
-    Experts' weights [E, N, K] have sizes in multiples of 128, and E in front of their scales' dimensions. An FP8 weight
-    at rest is not rounded again: every tile takes its one scale.
+    Several matrices [G, N, K] have sizes in multiples of 128, and G in front of their scales' dimensions. An FP8 weight
+    at rest is not rounded again: every tile takes the one scale of its matrix.
     """
 
     shares: ClassVar[str] = "128×128"

@@ -39,7 +39,8 @@ class Format(ABC):
         takes_row_scales: each row of an output gradient may have a scale beside the format's own, as of an LM head.
         transpose_keeps_scale: the transpose has the same payload elements, so that it can be made from the first
             layout.
-        takes_groups: rows grouped by expert can be gathered and multiplied (`gather`, `multiply_groups`).
+        takes_groups: rows can be gathered into groups, each of which is multiplied with a matrix of its own (`gather`,
+            `multiply_groups`).
         scale_dims: the dimensions of the scales along the rows and along the columns.
     """
 
@@ -86,10 +87,10 @@ class Format(ABC):
         return cast, x.sum(dim=0, dtype=torch.float32)
 
     def cast_matrices(self, x: Tensor, scales: Tensor | None, *, transposed: bool) -> Quantized:
-        """Cast the matrices of a layer's experts [E, N, K], or with `transposed` their transposes [E, K, N].
+        """Cast the matrices of a weight [G, N, K], or with `transposed` their transposes [G, K, N].
 
         Args:
-            scales: FP32 [E], if `takes_scale`; None: the values give the scales.
+            scales: FP32 [G], if `takes_scale`; None: the values give the scales.
         """
         own = [None] * len(x) if scales is None else scales.split(1)
         casts = [
@@ -101,8 +102,8 @@ class Format(ABC):
         return Quantized(payload.view(self.dtype), None, torch.cat([cast.scale for cast in casts]), self)
 
     def stored_weight(self, payload: Tensor, scale: Tensor, *, transposed: bool = False) -> Quantized:
-        """A weight at rest, FP8 [N, K] or [E, N, K] with a scale a matrix, FP32 [1] or [E], in this format; with
-        `transposed` its transpose, [K, N] or [E, K, N]."""
+        """A weight at rest, FP8 [N, K] or [G, N, K] with a scale a matrix, FP32 [1] or [G], in this format; with
+        `transposed` its transpose, [K, N] or [G, K, N]."""
         cast = self.cast(ops.decode(payload, scale), rowwise=not transposed, transposed=transposed)
         return cast.t if transposed else cast
 
@@ -145,7 +146,7 @@ class Format(ABC):
         Raises:
             ValueError: this one does not.
         """
-        raise ValueError(f"{self} has no products of rows grouped by expert")
+        raise ValueError(f"{self} has no products of rows in groups")
 
     def multiply_groups(self, a: Quantized, weight: Quantized, offsets: Tensor) -> Tensor:
         """See `Quantized.multiply_groups`; `a` has this format."""
@@ -200,8 +201,8 @@ class Quantized:
     """x ≈ payload · scale.
 
     Attributes:
-        payload: FP8 [M, K], or None; [E, N, K] of a layer's experts. payload_t: FP8 [K, M], contiguous, or None.
-        scale: of `payload`; its shape is `Format.scale_shape`. Of a layer's experts FP32 [E], or of tiles [E, ·, ·].
+        payload: FP8 [M, K], or None; [G, N, K] of several matrices. payload_t: FP8 [K, M], contiguous, or None.
+        scale: of `payload`; its shape is `Format.scale_shape`. Of several matrices FP32 [G], or of tiles [G, ·, ·].
         scale_t: of `payload_t`; only in formats with more than one scale.
     """
 
@@ -258,19 +259,19 @@ class Quantized:
         return self.format.rows(self, part)
 
     def gather(self, groups: ops.Groups, *, rowwise: bool = True, transposed: bool = False) -> Quantized:
-        """The rows [R, K] of experts from those of tokens [T, K], in the requested layouts; zeros where there is no
+        """The rows [R, K] of `groups` from those of tokens [T, K], in the requested layouts; zeros where there is no
         token."""
         return self.format.gather(self, groups, rowwise=rowwise, transposed=transposed)
 
     def multiply_groups(self, weight: Quantized, offsets: Tensor) -> Tensor:
-        """BF16 [R, N]: each row of this [R, K] times its expert's matrix of `weight` [E, N, K] (`ops.grouped_mm`)."""
+        """BF16 [R, N]: each row of this [R, K] times its group's matrix of `weight` [G, N, K] (`ops.grouped_mm`)."""
         return self.format.multiply_groups(self, weight, offsets)
 
     def write_wgrad_of_groups_(
         self, out: Tensor, x_t: Quantized, offsets: Tensor, *, scales: Tensor | None = None, adds: bool = False
     ) -> None:
-        """Write experts' weight gradients [E, N, K] from this [N, R], an output gradient's columns, and those of the
-        input [K, R] (`ops.grouped_wgrad_`).
+        """Write the weight gradients [G, N, K] of groups from this [N, R], an output gradient's columns, and those of
+        the input [K, R] (`ops.grouped_wgrad_`).
 
         Args:
             out: BF16 or FP32, or E4M3 with `scales`, one for each `GRAD_BLOCK` elements.

@@ -90,7 +90,7 @@ class Tensorwise(Format):
         payload, payload_t = ops.gather_rows(
             operand.payload,
             groups.source,
-            groups.num_experts,
+            groups.num_groups,
             groups.offsets,
             rowwise=rowwise,
             transposed=transposed,

@@ -40,6 +40,7 @@ from ..formats.format import Format, Quantized
 from ..kernels import ops
 from ..quantization.cast_health import CastProbe, row_step
 from ..quantization.recipe import HeadQuantizers, Quantizer
+from ..quantization.sample import Sample
 from ..quantization.sources import NormStatistics, TensorSource
 from .cross_entropy import agree_on_statistics, first_column, local_columns
 from .first_order import once_differentiable
@@ -136,6 +137,9 @@ class _ScaledNorm:
         if self.transposed:
             return Quantized(None, payload, used, format)
         return Quantized(payload, None, used, format)
+
+    def sample(self, operand: Quantized, step: int) -> Sample:
+        raise AssertionError("the cast of the head's input is measured in forward, without the tokens' scales")
 
 
 def _scaled_columns(

@@ -6,7 +6,7 @@
 | `Column` | whole on every rank | this rank's columns | summed over ranks | this rank's columns |
 | `SequenceColumn` | part of the sequence, gathered in FP8 | this rank's columns | summed and scattered | its columns |
 | `SequenceRow` | this rank's columns | summed and scattered along the sequence | its columns | gathered in FP8 |
-| `Exchanged` | tokens, sent to their experts in FP8 | summed over their ranks | summed over their ranks | sent in FP8 |
+| `Exchanged` | tokens, sent to their matrices' ranks in FP8 | summed over these ranks | summed over these ranks | sent in FP8 |
 
 Functions take any of these classes and treat them alike. Under tensor parallelism without sequence parallelism, a
 row-parallel layer is `Local` and its caller sums the outputs.
@@ -95,7 +95,7 @@ class Local:
         return output.compute(addend)
 
     def start_sum(self, output: Summand) -> RowSum | PendingSum:
-        """Start `sum` of experts' output."""
+        """Start `sum`, of an output without an addend."""
         return PendingSum(output.compute())
 
     def start_grad_sum(self, grad_input: Summand) -> RowSum | PendingSum:
@@ -200,7 +200,7 @@ class SequenceRow(Local):
 
 
 class Exchanged(Local):
-    """Both projections of experts that ranks share, each with other tokens, in one call."""
+    """Two projections in one call, whose matrices ranks share, each with other tokens."""
 
     group: Group
 
@@ -228,7 +228,7 @@ class Exchanged(Local):
         has_bias: bool,
         transposed: bool = True,
     ) -> tuple[OperandRows, Tensor | None]:
-        assert not transposed, "experts take columns of their rows"
+        assert not transposed, "the columns of groups are gathered by group"
         cast = cast_grad(grad_output, quantizer, early_cast, has_bias=has_bias, transposed=transposed, sync=self.sync)
         return self.gather(cast.operand), cast.column_sums
 

@@ -89,7 +89,7 @@ class SharedScaleRows:
 
 
 class RowsWithScales:
-    """Rows that travel with the scales of their blocks, as `packed` makes them; they can be gathered by expert."""
+    """Rows that travel with the scales of their blocks, as `packed` makes them; they can be gathered into groups."""
 
     def __init__(self, rows: Rows, part: Quantized) -> None:
         self._rows, self._part, self.num_rows = rows, part, rows.whole.shape[0]
@@ -109,7 +109,7 @@ class RowsWithScales:
         return self._unpacked(self._rows.wait())
 
     def columns(self) -> Quantized:
-        raise AssertionError("the columns of experts' rows are gathered by expert")
+        raise AssertionError("the columns of groups are gathered by group")
 
     def _unpacked(self, packed: Tensor) -> Quantized:
         """Views of what has arrived."""

@@ -194,7 +194,7 @@ class ScaledModule(torch.nn.Module):
 
 
 def stored(value: Tensor, storage: StorageDtype, dtype: torch.dtype) -> ScaledTensor:
-    """A weight [N, K], or the matrices of experts [E, N, K], at rest: E4M3 with a scale a matrix, or FP16 with a scale
+    """A weight [N, K], or of several matrices [M, N, K], at rest: E4M3 with a scale a matrix, or FP16 with a scale
     for each `STATE_BLOCK` elements.
 
     It advertises `dtype`.

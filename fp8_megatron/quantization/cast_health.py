@@ -15,18 +15,7 @@ from torch import Tensor
 from ..dtypes import GRAD_BLOCK
 from ..formats.format import Quantized
 from ..kernels import ops
-from . import unfused
-from .sources import (
-    ActivationGradSource,
-    ActivationSource,
-    ExpertActivationGradSource,
-    ExpertActivationSource,
-    GradSource,
-    NormSource,
-    QKVGradSource,
-    Source,
-    TensorSource,
-)
+from .sources import Source
 
 #: About how many elements of an operand are measured. Values that are computed again take 4 bytes each, a few times.
 SAMPLED_ELEMENTS = 1 << 21
@@ -47,28 +36,24 @@ class CastProbe:
         self.statistics: Tensor | None = None
 
     @torch.no_grad()
-    def measure(self, value: Tensor, payload: Tensor, scales: Tensor) -> None:
-        """Measure a cast, given as to `ops.measure_cast_`."""
+    def measure(self, value: Tensor, payload: Tensor, scales: Tensor, counts: Tensor | None = None) -> None:
+        """Measure a cast, given as to `ops.measure_cast_`; with `counts` as in `Sample`."""
         assert self.statistics is not None
         self.is_due = False
+        if counts is not None:
+            codes = torch.where(counts, payload.view(torch.uint8), 0)
+            scales = torch.where(counts, scales, 1.0)
+            value, payload = torch.where(counts, value, 0.0), codes.view(payload.dtype)
         value = value if value.stride(1) == 1 else value.contiguous()
         ops.measure_cast_(value, payload, scales, self.statistics)
+        if counts is not None:
+            self.statistics[ops.Statistic.COUNT] -= (~counts).sum() * value.shape[1]
 
     @torch.no_grad()
     def measure_source(self, source: Source[Any], cast: Any) -> None:
         """Measure the cast that a quantiser made of `source`, one of `sources`."""
         operand = cast if isinstance(cast, Quantized) else cast.operand
-        if isinstance(source, QKVGradSource):
-            self._measure_qkv(source, operand)
-            return
-        step = row_step(*operand.payload.shape)
-        value = _rows(source, step, fused=operand.format.fuses)
-        payload, scales = operand.payload[::step], operand.format.row_scales(operand, step)
-        if isinstance(source, ExpertActivationSource | ExpertActivationGradSource):
-            forward = source if isinstance(source, ExpertActivationSource) else source.forward
-            self._measure_tokens(value, payload, scales, forward.probs[::step, None] != 0.0)
-        else:
-            self.measure(value, payload, scales)
+        self.measure(*source.sample(operand, row_step(*operand.payload.shape)))
 
     @torch.no_grad()
     def measure_weight(self, weight: Tensor, operand: Quantized) -> None:
@@ -105,53 +90,7 @@ class CastProbe:
             scales[:blocks, None][::step],
         )
 
-    def _measure_tokens(self, value: Tensor, payload: Tensor, scales: Tensor, has_token: Tensor) -> None:
-        """Measure the rows of experts that have a token, bool [M, 1]. Of the others, which may not be written, nothing
-        counts."""
-        codes = torch.where(has_token, payload.view(torch.uint8), 0)
-        scales = torch.where(has_token, scales, 1.0)
-        self.measure(torch.where(has_token, value, 0.0), codes.view(payload.dtype), scales)
-        assert self.statistics is not None
-        self.statistics[ops.Statistic.COUNT] -= (~has_token).sum() * value.shape[1]
-
-    def _measure_qkv(self, source: QKVGradSource, operand: Quantized) -> None:
-        sequence = source.grads[0].shape[0]
-        step = min(row_step(*operand.payload.shape), sequence)
-        value = source.every(step).joined()
-        columns = operand.payload.shape[1]
-        payload = operand.payload.view(torch.uint8).view(sequence, -1, columns)[::step].reshape(-1, columns)
-        scales = operand.format.row_scales(operand, 1)
-        scales = scales.reshape(sequence, -1, scales.shape[1])[::step].reshape(-1, scales.shape[1])
-        self.measure(value, payload.view(operand.payload.dtype), scales)
-
 
 def row_step(rows: int, columns: int) -> int:
     """The distance between the rows that are measured."""
     return min(max(1, rows * columns // SAMPLED_ELEMENTS), rows)
-
-
-def _rows(source: Source[Any], step: int, *, fused: bool) -> Tensor:
-    """Every `step`-th row of the values that `source` casts.
-
-    Args:
-        fused: computed and cast in one pass, without rounding to 16 bits in between.
-    """
-
-    def rows(x: Tensor) -> Tensor:
-        return x[::step].float() if fused else x[::step]
-
-    if isinstance(source, TensorSource):
-        return source.x[::step]
-    if isinstance(source, GradSource):
-        return source.g[::step]
-    if isinstance(source, NormSource):
-        return unfused.norm(rows(source.x), source.weight, source.bias, eps=source.eps, rms=source.rms)[0]
-    if isinstance(source, ActivationSource):
-        return unfused.activated(rows(source.z), source.activation)
-    if isinstance(source, ExpertActivationSource):
-        return source.probs[::step, None] * unfused.activated(rows(source.z), source.activation)
-    if isinstance(source, ExpertActivationGradSource):
-        z, probs, function = source.forward.z, source.forward.probs, source.forward.activation
-        return unfused.activation_backward(rows(source.grad) * probs[::step, None], rows(z), function)
-    assert isinstance(source, ActivationGradSource), source
-    return unfused.activation_backward(rows(source.grad), rows(source.z), source.activation)

@@ -194,9 +194,10 @@ class Recipe:
             self._probe(),
         )
 
-    def expert_quantizers(self) -> LinearQuantizers:
-        """Quantisers of a linear layer of experts, which share the scales of input and output gradient. Their weight
-        gradients have scales of their own blocks, and no cast of weights is measured."""
+    def grouped_quantizers(self) -> LinearQuantizers:
+        """Quantisers of a linear layer whose rows come in groups, each with a matrix of its own. All groups share the
+        scales of input and output gradient. Weight gradients have scales of their own blocks, and no cast of weights is
+        measured."""
         roles = self.roles
         return LinearQuantizers(
             self.quantizer(roles.input), roles.weight, self.quantizer(roles.grad_output, Role.GRAD_OUTPUT)

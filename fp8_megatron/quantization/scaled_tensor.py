@@ -10,7 +10,7 @@ owner's value. Arithmetic in place writes through
 the owner. Clones, and all copies of an owned weight, are plain tensors of that value. `scaled_functions` says this of
 each of torch's functions.
 
-A weight is a matrix [N, K], or the matrices of a layer's experts [E, N, K], each with a scale of its own.
+A weight is a matrix [N, K], or several matrices [M, N, K], each with a scale of its own.
 
 Views of whole rows are ScaledTensors too, and share memory with their base. torch's ``fully_shard`` cuts a weight into
 such parts and gathers them as they are stored (`weight_shards`): one byte an element for E4M3.
@@ -85,7 +85,7 @@ class ScaledTensor(Decoded):
 
     @classmethod
     def quantize(cls, value: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> ScaledTensor:
-        """E4M3 with a scale from the amax of each matrix of `value` (any float dtype, [N, K] or [E, N, K]), a power of
+        """E4M3 with a scale from the amax of each matrix of `value` (any float dtype, [N, K] or [M, N, K]), a power of
         two: see `assign`."""
         payload, scale = _quantized(value.detach(), len(value) if value.ndim == 3 else 1, E4M3)
         return cls(payload, scale, dtype=dtype)
@@ -177,7 +177,7 @@ class ScaledTensor(Decoded):
         return "" if self.home is None else self.home.name
 
     def gemm_operand(self, format: Format, *, transposed: bool = False) -> Quantized:
-        """The weight [N, K] or [E, N, K] in `format`, or its transpose [K, N] or [E, K, N], for an FP8 GEMM.
+        """The weight [N, K] or [M, N, K] in `format`, or its transpose [K, N] or [M, K, N], for an FP8 GEMM.
 
         An FP8 weight is used as it is where the format allows it (`Format.stored_weight`). Other weights (FP16 at
         levels O1 and O2) are cast here at each use; the cast is not kept. Each matrix has its own scale.

@@ -18,12 +18,13 @@ from ..formats.format import Format, Quantized
 from ..kernels import ops
 from ..kernels.ops import Rotation
 from . import unfused
+from .sample import Sample, rows_to_compute, sample_of_rows
 
 Cast = TypeVar("Cast", covariant=True)
 
 
 class Source(Protocol[Cast]):
-    """Computes its amax and casts itself to FP8."""
+    """Computes its amax, casts itself to FP8, and says what its cast was made of."""
 
     def amax(self) -> Tensor:
         """FP32 [1], without writing the values."""
@@ -33,6 +34,13 @@ class Source(Protocol[Cast]):
 
         Args:
             amax_out: FP32 [1], raised to the amax of the values; only with a given scale.
+        """
+
+    def sample(self, operand: Quantized, step: int) -> Sample:
+        """Every `step`-th row of the values, computed again if no kernel wrote them, and of the cast made of them.
+
+        Args:
+            operand: the cast.
         """
 
 
@@ -81,6 +89,9 @@ class TensorSource(NamedTuple):
     def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
         return format.cast(self.x, scale, amax_out=amax_out, rowwise=self.rowwise, transposed=self.transposed)
 
+    def sample(self, operand: Quantized, step: int) -> Sample:
+        return sample_of_rows(operand, step, self.x[::step])
+
 
 class GradSource(NamedTuple):
     """An output gradient `g` [M, K], in both layouts, or in its own without `transposed`. `column_sums`: for a bias."""
@@ -96,6 +107,9 @@ class GradSource(NamedTuple):
         if self.column_sums:
             return CastGrad(*format.cast_and_sum(self.g, scale, amax_out=amax_out, transposed=self.transposed))
         return CastGrad(format.cast(self.g, scale, amax_out=amax_out, transposed=self.transposed), None)
+
+    def sample(self, operand: Quantized, step: int) -> Sample:
+        return sample_of_rows(operand, step, self.g[::step])
 
 
 @dataclass(frozen=True)
@@ -154,6 +168,15 @@ class QKVGradSource:
         operand = Quantized(payload, payload_t, taken if scale is None else scale, format)
         return CastGrad(operand, sums if self.column_sums else None)
 
+    def sample(self, operand: Quantized, step: int) -> Sample:
+        """Of whole sequence indices, which have a row a sequence; at most one in `step`."""
+        length, columns = self.grads[0].shape[0], operand.payload.shape[1]
+        step = min(step, length)
+        payload = operand.payload.view(torch.uint8).view(length, -1, columns)[::step].reshape(-1, columns)
+        scales = operand.format.row_scales(operand, 1)
+        scales = scales.reshape(length, -1, scales.shape[1])[::step].reshape(-1, scales.shape[1])
+        return Sample(self.every(step).joined(), payload.view(operand.payload.dtype), scales)
+
 
 @dataclass(frozen=True)
 class NormSource:
@@ -180,6 +203,10 @@ class NormSource:
         payload, taken, mean, rstd = ops.norm_quantize(*operands, scale=scale, amax_out=amax_out, **settings)
         used = taken if scale is None else scale
         return CastNorm(Quantized(payload, None, used, format), NormStatistics(mean, rstd, used))
+
+    def sample(self, operand: Quantized, step: int) -> Sample:
+        x = rows_to_compute(self.x, operand, step)
+        return sample_of_rows(operand, step, unfused.norm(x, self.weight, self.bias, eps=self.eps, rms=self.rms)[0])
 
     def again(self, statistics: NormStatistics, format: Format, *, transposed: bool) -> Quantized:
         """Repeat the cast bit for bit: only the rows [T, K], or with `transposed` only the columns [K, T]."""
@@ -222,6 +249,10 @@ class ActivationSource:
             self.z, self.activation, format.dtype, scale=scale, power_of_two=format.power_of_two, amax_out=amax_out
         )
         return Quantized(payload, None, taken if scale is None else scale, format)
+
+    def sample(self, operand: Quantized, step: int) -> Sample:
+        value = unfused.activated(rows_to_compute(self.z, operand, step), self.activation)
+        return sample_of_rows(operand, step, value)
 
 
 @dataclass(frozen=True)
@@ -283,105 +314,6 @@ class ActivationGradSource:
             sums if self.column_sums else None,
         )
 
-
-class CastExpertGrad(NamedTuple):
-    """As `CastActivationGrad`, of experts' rows: the gradient of z [R, Z] in both layouts, the weighted activation's
-    transpose [F, R], and the gradient of the rows' probabilities FP32 [R]."""
-
-    operand: Quantized
-    activation: Quantized
-    grad_probs: Tensor
-
-
-@dataclass(frozen=True)
-class ExpertActivationSource:
-    """The activation of experts' rows `z` [R, F], or [R, 2F] if it is gated, times each row's probability.
-
-    Attributes:
-        probs: FP32 [R], 0 for a row without a token.
-        offsets: int32 [E + 1] of the groups. Rows behind the last group are left out.
-    """
-
-    z: Tensor
-    probs: Tensor
-    offsets: Tensor
-    activation: Activation
-
-    @property
-    def experts(self) -> ops.ExpertRows:
-        """As operators take them."""
-        return ops.ExpertRows(self.probs, self.offsets)
-
-    def amax(self) -> Tensor:
-        return ops.activation_amax(self.z, self.activation, self.experts)
-
-    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> Quantized:
-        if not format.takes_scale:
-            operands = (self.z, self.probs, self.offsets, self.activation, format.dtype)
-            payload, scales = ops.expert_activation_quantize_blocks(*operands, power_of_two=format.power_of_two)
-            return Quantized(payload, None, scales, format)
-        payload, taken = ops.activation_quantize(
-            self.z,
-            self.activation,
-            format.dtype,
-            self.experts,
-            scale=scale,
-            power_of_two=format.power_of_two,
-            amax_out=amax_out,
-        )
-        return Quantized(payload, None, taken if scale is None else scale, format)
-
-
-@dataclass(frozen=True)
-class ExpertActivationGradSource:
-    """The gradient of `ExpertActivationSource`'s z, from the gradient [R, F] of its weighted activation.
-
-    The weighted activation is cast again for the weight gradient. Its scale is that of the first cast, FP32 [1], or
-    None if the values give it; then its format is that of the gradient.
-    """
-
-    grad: Tensor
-    forward: ExpertActivationSource
-    activation_format: Format
-    activation_scale: Tensor | None
-
-    @property
-    def offsets(self) -> Tensor:
-        """int32 [E + 1] of the groups."""
-        return self.forward.offsets
-
-    def amax(self) -> Tensor:
-        forward = self.forward
-        return ops.activation_backward_amax(self.grad, forward.z, forward.activation, forward.experts)
-
-    def quantize(self, format: Format, scale: Tensor | None, *, amax_out: Tensor | None = None) -> CastExpertGrad:
-        if self.activation_scale is None:
-            return self._quantize_blocks(format)
-        forward = self.forward
-        payload, payload_t, activation_t, grad_probs, taken = ops.activation_backward_quantize(
-            self.grad,
-            forward.z,
-            forward.activation,
-            format.dtype,
-            forward.experts,
-            scale=scale,
-            power_of_two=format.power_of_two,
-            amax_out=amax_out,
-            activation_dtype=self.activation_format.dtype,
-            activation_scale=self.activation_scale,
-        )
-        return CastExpertGrad(
-            Quantized(payload, payload_t, taken if scale is None else scale, format),
-            Quantized(None, activation_t, self.activation_scale, self.activation_format),
-            grad_probs,
-        )
-
-    def _quantize_blocks(self, format: Format) -> CastExpertGrad:
-        assert self.activation_format == format, (self.activation_format, format)
-        forward = self.forward
-        operands = (self.grad, forward.z, forward.probs, forward.offsets, forward.activation, format.dtype)
-        payload, scales, payload_t, scales_t, activation_t, its_scales, grad_probs = (
-            ops.expert_activation_backward_quantize_blocks(*operands, power_of_two=format.power_of_two)
-        )
-        operand = Quantized(payload, payload_t, scales, format, scales_t)
-        return CastExpertGrad(operand, Quantized(None, activation_t, its_scales, format, its_scales), grad_probs)
+    def sample(self, operand: Quantized, step: int) -> Sample:
+        grad, z = (rows_to_compute(x, operand, step) for x in (self.grad, self.z))
+        return sample_of_rows(operand, step, unfused.activation_backward(grad, z, self.activation))

@@ -41,7 +41,7 @@ def block_of_scale(payload: tuple[int, ...], scale: tuple[int, ...]) -> tuple[in
 
 
 def dequantize(payload: Tensor, scale: Tensor) -> Tensor:
-    """The values of a matrix [N, K], or of one after the other of [E, N, K], in FP32. There is no other copy.
+    """The values of a matrix [N, K], or of one after the other of [M, N, K], in FP32. There is no other copy.
 
     Raises:
         ValueError: the scale has none of the shapes that `block_of_scale` knows.

@@ -41,7 +41,7 @@ class GradPlace(NamedTuple):
 
 
 class WeightGrad(NamedTuple):
-    """grad_weight [N, K] = gᵀ·x of one micro-batch, or [E, N, K] of experts, computed on demand. Compute it only once.
+    """grad_weight [N, K] = gᵀ·x of one micro-batch, or [G, N, K] of groups, computed on demand. Compute it only once.
 
     Attributes:
         g_t: the output gradient's transpose [N, T]. x_t: the input's [K, T].
@@ -49,7 +49,8 @@ class WeightGrad(NamedTuple):
         scale: the delayed scale. If it is None, an FP8 gradient is cast from `wide`, with a scale for each block.
         total: FP32 [N, K], the gradient itself if it was added up over chunks of tokens (`WeightGradSum`). There are no
             operands then.
-        offsets: int32 [E + 1] of experts' groups of tokens (`ops.routed_rows`). None: the weight is one matrix.
+        offsets: int32 [G + 1] of groups of tokens (`ops.routed_rows`), each with a matrix of its own. None: the weight is
+            one matrix.
     """
 
     g_t: Quantized
@@ -61,7 +62,7 @@ class WeightGrad(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """[N, K] or [E, N, K]."""
+        """[N, K] or [G, N, K]."""
         if self.total is not None:
             return self.total.shape
         matrix = (self.g_t.payload.shape[0], self.x_t.payload.shape[0])
@@ -103,7 +104,7 @@ class WeightGrad(NamedTuple):
         """An even sample of rows, and what was written of them to FP8 `payload`; both [n, K].
 
         It has every 16th row, or at least 16 rows; all rows below 2²⁰ elements. It takes a second GEMM, of these rows,
-        or of all experts' rows.
+        or of all groups' rows.
 
         Args:
             wide: the gradient, if it is known: then there is no GEMM.
@@ -127,7 +128,7 @@ class WeightGrad(NamedTuple):
 
     def count_clamped(self, wide: Tensor) -> Tensor:
         """How many of some elements the delayed scale clamps: int64 [2], their number and that of the clamped ones. No
-        host sync. Experts' gradients have scales of their own values, which clamp none.
+        host sync. Groups' gradients have scales of their own values, which clamp none.
 
         Args:
             wide: elements of this gradient in 16 or 32 bits, any shape.
@@ -142,7 +143,7 @@ class WeightGrad(NamedTuple):
 
     def write_fp8_(self, payload: Tensor, scales: Tensor) -> None:
         """Write the gradient to flat E4M3 `payload` [≥ N·K], zeros behind it, and its scale to all of `scales`; of
-        experts the scale of each block."""
+        groups the scale of each block."""
         numel = self.shape.numel()
         out = payload[:numel].view(self.shape)
         if self.offsets is not None:

@@ -31,7 +31,7 @@ _CATEGORIES = (
         "quantise, norm, activation",
         r"_quantize|_requantize|_cast_|_transpose_tiles|_partial_amax|_amax_and|_finish_amax|_norm_|_activat(e|ion)",
     ),
-    ("experts' rows", r"_count_rows|_place_rows|_gather_(words|tiles|blocks)|_sum_token_rows"),
+    ("grouped rows", r"_count_rows|_place_rows|_gather_(words|tiles|blocks)|_sum_token_rows"),
     ("loss", r"_cross_entropy"),
     ("optimizer", r"_adamw|_momentum_step|_orthogonal_|_derive_fp8|_partial_squares|_squared_norm"),
     ("copies", r"memcpy|memset|fill_words|copy_kernel|direct_copy|catarray"),

@@ -71,7 +71,7 @@ def fp8_layer(value: Tensor, device: str, recipe: RecipeName = "tensorwise") -> 
     payload = (value / scale[:, None, None]).to(E4M3)
     weight = ScaledTensor(payload.to(device), scale.to(device)).requires_grad_()
     weight.main_grad = KeptGrads()  # type: ignore[attr-defined]
-    quantizers = Recipe(recipe, power_of_two=False).expert_quantizers()
+    quantizers = Recipe(recipe, power_of_two=False).grouped_quantizers()
     return LinearParams(weight, None, quantizers), payload.double() * scale.double()[:, None, None]
 
 

@@ -77,7 +77,7 @@ def measured(recipe: RecipeName) -> dict[str, int]:
     for shape in ((EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN)):
         weight = ScaledTensor(torch.randn(shape).to(torch.float8_e4m3fn), torch.ones(EXPERTS)).requires_grad_()
         weight.main_grad = _NoGrads()  # type: ignore[attr-defined]
-        layers.append(LinearParams(weight, None, Recipe(recipe, power_of_two=False).expert_quantizers()))
+        layers.append(LinearParams(weight, None, Recipe(recipe, power_of_two=False).grouped_quantizers()))
     groups, grad = grouped_by_expert(chosen, TOP_K), torch.randn(TOKENS, HIDDEN).bfloat16()
     with LiveBytes() as live:
         output = fp8_experts(x, probs, groups, *layers, Activation("swiglu"))

@@ -18,6 +18,7 @@ from fp8_megatron.formats.mxfp8 import MXFP8
 from fp8_megatron.formats.recipes import RecipeName
 from fp8_megatron.kernels import ops
 from fp8_megatron.kernels.ops import Statistic
+from fp8_megatron.moe.layers.sources import ExpertActivationGradSource, ExpertActivationSource
 from fp8_megatron.quantization import cast_health
 from fp8_megatron.quantization.amax_history import AmaxHistory
 from fp8_megatron.quantization.cast_health import CastProbe
@@ -25,8 +26,6 @@ from fp8_megatron.quantization.recipe import LinearQuantizers, Recipe
 from fp8_megatron.quantization.sources import (
     ActivationGradSource,
     ActivationSource,
-    ExpertActivationGradSource,
-    ExpertActivationSource,
     GradSource,
     NormSource,
     QKVGradSource,
@@ -107,7 +106,7 @@ def restored(operand: Quantized) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("is_grad", [False, True])
 def test_rows_of_no_expert_are_not_measured(recipe: RecipeName, is_grad: bool) -> None:
     """Nobody writes their payloads and scales, and they are not counted."""
-    made = Recipe(recipe, False, has_probes=True).expert_quantizers()
+    made = Recipe(recipe, False, has_probes=True).grouped_quantizers()
     z, offsets = drawn(256, 2 * K, seed=3), torch.tensor([0, 128, 128]).int()
     probs = torch.cat([torch.rand(128), torch.zeros(128)])  # of no token: 0
     forward = ExpertActivationSource(z, probs, offsets, Activation("swiglu"))

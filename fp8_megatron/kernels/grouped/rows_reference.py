@@ -31,7 +31,7 @@ class Groups(NamedTuple):
     rows: Tensor
 
     @property
-    def num_experts(self) -> int:
+    def num_groups(self) -> int:
         """E."""
         return len(self.offsets) - 1
 

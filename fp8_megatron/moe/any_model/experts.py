@@ -201,7 +201,7 @@ def convert_experts(name: str, module: torch.nn.Module, names: ExpertNames, swap
     assert isinstance(module, FP8Experts)
     module.form, module.name, module.home = form, name, Home(name)
     module.token, module._row_multiple = new_token(module), swap.recipe.size_multiple
-    module.quantizers = (swap.recipe.expert_quantizers(), swap.recipe.expert_quantizers())
+    module.quantizers = (swap.recipe.grouped_quantizers(), swap.recipe.grouped_quantizers())
     for key in names:
         old: Any = module._parameters[key]
         value, module.weight_dtype = swap.value(old)

@@ -40,8 +40,9 @@ from ...nn.parallelism import PendingSum
 from ...nn.rows import OperandRows
 from ...nn.token_flight import Flight
 from ...quantization.scaled_tensor import ScaledTensor
-from ...quantization.sources import ExpertActivationGradSource, ExpertActivationSource, TensorSource
+from ...quantization.sources import TensorSource
 from ...quantization.weight_grad import WeightGrad
+from .sources import ExpertActivationGradSource, ExpertActivationSource
 
 
 def grouped_by_expert(
@@ -271,7 +272,7 @@ def _fc1_output(
 
 def _expert_of_rows(groups: Groups) -> Tensor:
     """int64 [R]: each row's expert. For a row without a token it is some expert: its probability is 0."""
-    return groups.source.clamp(min=0).long() % groups.num_experts
+    return groups.source.clamp(min=0).long() % groups.num_groups
 
 
 def _sums_of_groups(g_t: Quantized, offsets: Tensor, format: Format) -> Tensor:
@@ -365,7 +366,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
         ctx.save_for_backward(groups.rows)
-        return ops.gather_rows(x, groups.source, groups.num_experts, groups.offsets)[0]
+        return ops.gather_rows(x, groups.source, groups.num_groups, groups.offsets)[0]
 
     @staticmethod
     @once_differentiable
@@ -383,7 +384,7 @@ class _SumRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         groups = Groups(*ctx.saved_tensors)
-        return ops.gather_rows(grad.contiguous(), groups.source, groups.num_experts, groups.offsets)[0], None
+        return ops.gather_rows(grad.contiguous(), groups.source, groups.num_groups, groups.offsets)[0], None
 
 
 def probs_of_rows(probs: Tensor, groups: Groups) -> Tensor:

@@ -59,7 +59,7 @@ class ExpertLinear(FallsBack, torch.nn.Module):
         else:
             payload = torch.zeros(shape, dtype=E4M3, device=device)
             self.weight = torch.nn.Parameter(ScaledTensor(payload, torch.ones(shape[0], device=device)))
-            self.quantizers = recipe.expert_quantizers()
+            self.quantizers = recipe.grouped_quantizers()
         self.weight.counts_matrices = True  # type: ignore[attr-defined]
         self.weight.tensor_model_parallel = config.expert_tensor_parallel_size > 1  # type: ignore[attr-defined]
         self.weight.partition_dim, self.weight.partition_stride = axis, pieces  # type: ignore[attr-defined]
