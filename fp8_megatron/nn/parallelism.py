@@ -6,7 +6,6 @@
 | `Column` | whole on every rank | this rank's columns | summed over ranks | this rank's columns |
 | `SequenceColumn` | part of the sequence, gathered in FP8 | this rank's columns | summed and scattered | its columns |
 | `SequenceRow` | this rank's columns | summed and scattered along the sequence | its columns | gathered in FP8 |
-| `Exchanged` | tokens, sent to their matrices' ranks in FP8 | summed over these ranks | summed over these ranks | sent in FP8 |
 
 Functions take any of these classes and treat them alike. Under tensor parallelism without sequence parallelism, a
 row-parallel layer is `Local` and its caller sums the outputs.
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor
 
 from ..collectives.row_exchange import RowSum, sum_rows
-from ..collectives.token_exchange import TokenExchange
 from ..device.group import Group, max_over_group_
 from ..formats.format import Format, Quantized
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import AmaxSync, Quantizer
 from .operands import cast_grad
-from .rows import LocalRows, OperandRows, RowsWithScales, SharedScaleRows, gather_operand
+from .rows import LocalRows, OperandRows, gather_operand
 
 
 class Summand(Protocol):
@@ -197,40 +195,6 @@ class SequenceRow(Local):
 
     def casts_grad_columns(self, format: Format) -> bool:
         return not format.transpose_keeps_scale
-
-
-class Exchanged(Local):
-    """Two projections in one call, whose matrices ranks share, each with other tokens."""
-
-    group: Group
-
-    def __init__(self, exchange: TokenExchange) -> None:
-        self._exchange, self.group = exchange, exchange.group
-        self.sync = partial(max_over_group_, group=exchange.group)
-
-    def gather(self, part: Quantized) -> OperandRows:
-        if part.format.shares_amax:
-            return SharedScaleRows(self._exchange.send(part.payload), part)
-        return RowsWithScales(self._exchange.send(RowsWithScales.packed(part)), part)
-
-    def start_sum(self, output: Summand) -> RowSum:
-        return self._exchange.sum(output.compute())
-
-    def start_grad_sum(self, grad_input: Summand) -> RowSum:
-        return self.start_sum(grad_input)
-
-    def cast_grad(
-        self,
-        grad_output: Tensor,
-        quantizer: Quantizer,
-        early_cast: EarlyCast | None,
-        *,
-        has_bias: bool,
-        transposed: bool = True,
-    ) -> tuple[OperandRows, Tensor | None]:
-        assert not transposed, "the columns of groups are gathered by group"
-        cast = cast_grad(grad_output, quantizer, early_cast, has_bias=has_bias, transposed=transposed, sync=self.sync)
-        return self.gather(cast.operand), cast.column_sums
 
 
 #: For layers that ranks do not share; stateless.

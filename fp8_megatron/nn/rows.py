@@ -12,9 +12,6 @@ from ..collectives.row_exchange import Rows, gather_rows
 from ..device.group import Group
 from ..formats.format import Format, Quantized
 
-#: Kernels load so many bytes of a row at once.
-_ROW_BYTES = 16
-
 
 class OperandRows(Protocol):
     """All ranks' rows of an operand. GEMMs take them part by part, as they arrive."""
@@ -86,37 +83,6 @@ class SharedScaleRows:
 
     def columns(self) -> Quantized:
         return self.whole().transposed()
-
-
-class RowsWithScales:
-    """Rows that travel with the scales of their blocks, as `packed` makes them; they can be gathered into groups."""
-
-    def __init__(self, rows: Rows, part: Quantized) -> None:
-        self._rows, self._part, self.num_rows = rows, part, rows.whole.shape[0]
-
-    @staticmethod
-    def packed(part: Quantized) -> Tensor:
-        """Bytes: each row of [n, K], its scales FP32 [K / 128], and zeros up to a multiple of `_ROW_BYTES`."""
-        scales = part.scale.t().contiguous().view(torch.uint8)
-        tail = torch.nn.functional.pad(scales, (0, -scales.shape[1] % _ROW_BYTES))
-        return torch.cat([part.payload.view(torch.uint8), tail], dim=1)
-
-    def parts(self) -> Iterator[tuple[slice, Quantized]]:
-        for rows, packed in self._rows.parts():
-            yield rows, self._unpacked(packed)
-
-    def whole(self) -> Quantized:
-        return self._unpacked(self._rows.wait())
-
-    def columns(self) -> Quantized:
-        raise AssertionError("the columns of groups are gathered by group")
-
-    def _unpacked(self, packed: Tensor) -> Quantized:
-        """Views of what has arrived."""
-        (_, columns), format = self._part.payload.shape, self._part.format
-        size = 4 * self._part.scale.shape[0]
-        scales = packed[:, columns : columns + size].view(torch.float32).t()
-        return Quantized(packed[:, :columns].view(format.dtype), None, scales, format)
 
 
 class _PartsWithScales:

@@ -49,8 +49,8 @@ class WeightGrad(NamedTuple):
         scale: the delayed scale. If it is None, an FP8 gradient is cast from `wide`, with a scale for each block.
         total: FP32 [N, K], the gradient itself if it was added up over chunks of tokens (`WeightGradSum`). There are no
             operands then.
-        offsets: int32 [G + 1] of groups of tokens (`ops.routed_rows`), each with a matrix of its own. None: the weight is
-            one matrix.
+        offsets: int32 [G + 1] of groups of tokens (`ops.routed_rows`), each with a matrix of its own. None: the weight
+            is one matrix.
     """
 
     g_t: Quantized

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8_megatron.collectives.token_exchange import AllGather, AllToAll, TokenExchange
 from fp8_megatron.device.memory import HostCopy
 from fp8_megatron.moe.layers.experts import grouped_by_expert
-from fp8_megatron.nn.token_flight import exchange_choices
+from fp8_megatron.moe.layers.token_exchange import AllGather, AllToAll, TokenExchange
+from fp8_megatron.moe.layers.token_flight import exchange_choices
 from tests.harness.ranks import RankPool, on_default_group
 from tests.harness.traffic import counted_traffic
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fp8_megatron.collectives.token_exchange import AllGather
 from fp8_megatron.collectives.turns import _Pair
 from fp8_megatron.config.io import parse_config
+from fp8_megatron.moe.layers.token_exchange import AllGather
 from fp8_megatron.moe.megatron.layer import Experts
 from fp8_megatron.reporting.metrics_file import METRICS_FILE, read_rows
 from fp8_megatron.training.trainer import Trainer

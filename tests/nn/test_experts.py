@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8_megatron.activation_functions import Activation
-from fp8_megatron.collectives.token_exchange import AllGather, AllToAll, TokenExchange
 from fp8_megatron.dtypes import E4M3
+from fp8_megatron.moe.layers.exchanged import Exchanged
 from fp8_megatron.moe.layers.experts import (
     experts,
     fp8_experts,
@@ -22,9 +22,9 @@ from fp8_megatron.moe.layers.experts import (
     send_tokens,
     with_biases,
 )
+from fp8_megatron.moe.layers.token_exchange import AllGather, AllToAll, TokenExchange
+from fp8_megatron.moe.layers.token_flight import Flight, SendTokens, StartSum, exchange_choices
 from fp8_megatron.nn.gemms import LinearParams
-from fp8_megatron.nn.parallelism import Exchanged
-from fp8_megatron.nn.token_flight import Flight, SendTokens, StartSum, exchange_choices
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.quantization.scaled_tensor import ScaledTensor
 from fp8_megatron.quantization.stats import snr_db

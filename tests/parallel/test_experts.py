@@ -14,11 +14,11 @@ import pytest
 from torch import Tensor
 
 from fp8_megatron.collectives.row_exchange import Rows, RowSum
-from fp8_megatron.collectives.token_exchange import AllGather, AllToAll
 from fp8_megatron.config.schema import Config, ParallelConfig, PrecisionConfig
+from fp8_megatron.moe.layers.token_exchange import AllGather, AllToAll
+from fp8_megatron.moe.layers.token_flight import Flight
 from fp8_megatron.moe.megatron.layer import Experts, SharedExpert
 from fp8_megatron.moe.megatron.router import Router
-from fp8_megatron.nn.token_flight import Flight
 from fp8_megatron.quantization.stats import snr_db
 from tests.harness.pairs import by_turns
 from tests.harness.ranks import RankPool

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_megatron.collectives.token_exchange import AllGather, AllToAll
 from fp8_megatron.collectives.turns import Turn, Turns, _Pair
 from fp8_megatron.config.schema import Config, ParallelConfig
+from fp8_megatron.moe.layers.token_exchange import AllGather, AllToAll
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import run_tiny_on_a_rank
 from tests.harness.tiny_gpt import TinyGPT, TinyRun, random_batches, tiny_optimizer, train_tiny_gpt

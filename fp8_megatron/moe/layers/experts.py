@@ -14,7 +14,7 @@ and backward begins with z's GEMM.
 
 Ranks that share the experts, each with other tokens, send each other the tokens in FP8, and add up what their experts
 give (fc1 and fc2 are `Exchanged`). Of the probabilities and the choice of experts each rank gets the columns of its
-experts. Which tokens a rank gets is the exchange's affair (`collectives.token_exchange`), and what is computed while
+experts. Which tokens a rank gets is the exchange's affair (`token_exchange`), and what is computed while
 they travel that of a `Flight`.
 """
 
@@ -38,11 +38,11 @@ from ...nn.first_order import once_differentiable
 from ...nn.gemms import Computed, LinearParams, delivered_wgrad, transposed_weight, weight_operand
 from ...nn.parallelism import PendingSum
 from ...nn.rows import OperandRows
-from ...nn.token_flight import Flight
 from ...quantization.scaled_tensor import ScaledTensor
 from ...quantization.sources import TensorSource
 from ...quantization.weight_grad import WeightGrad
 from .sources import ExpertActivationGradSource, ExpertActivationSource
+from .token_flight import Flight
 
 
 def grouped_by_expert(

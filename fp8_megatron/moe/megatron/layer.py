@@ -15,18 +15,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ...activation_functions import Activation
-from ...collectives.token_exchange import AllGather, AllToAll
 from ...collectives.turns import Turns
 from ...device.group import Group
 from ...dtypes import E4M3
 from ...mcore.tensor_parallel import FallsBack, as_scaled
 from ...nn.gemms import LinearParams
 from ...nn.links import LinearLinks
-from ...nn.parallelism import LOCAL, Exchanged, Local
-from ...nn.token_flight import Flight, SendTokens, StartSum, exchange_choices
+from ...nn.parallelism import LOCAL, Local
 from ...quantization.recipe import Recipe
 from ...quantization.scaled_tensor import ScaledTensor
+from ..layers.exchanged import Exchanged
 from ..layers.experts import experts, fp8_experts, grouped_by_expert, recomputed, send_tokens, with_biases
+from ..layers.token_exchange import AllGather, AllToAll
+from ..layers.token_flight import Flight, SendTokens, StartSum, exchange_choices
 from .router import Router, device_of
 
 

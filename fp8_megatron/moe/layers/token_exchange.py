@@ -18,12 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..device.group import Group
-from ..device.memory import HostCopy
-from ..dtypes import GROUP_ROWS
-from ..kernels import ops
-from .row_exchange import Rows, RowSum, gather_rows, sum_rows
-from .turns import Turns
+from ...collectives.row_exchange import Rows, RowSum, gather_rows, sum_rows
+from ...collectives.turns import Turns
+from ...device.group import Group
+from ...device.memory import HostCopy
+from ...dtypes import GROUP_ROWS
+from ...kernels import ops
 
 
 class TokenExchange(Protocol):

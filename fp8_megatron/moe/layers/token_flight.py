@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.row_exchange import Rows, RowSum
-from ..collectives.token_exchange import TokenExchange
-from ..formats.format import Quantized
-from .first_order import once_differentiable
-from .parallelism import PendingSum
-from .rows import OperandRows
+from ...collectives.row_exchange import Rows, RowSum
+from ...formats.format import Quantized
+from ...nn.first_order import once_differentiable
+from ...nn.parallelism import PendingSum
+from ...nn.rows import OperandRows
+from .token_exchange import TokenExchange
 
 
 class Flight:
