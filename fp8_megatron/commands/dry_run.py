@@ -8,6 +8,7 @@ from ..config.checks import ConfigError, check_batches, check_config
 from ..config.io import CommandLine, format_config
 from ..config.learning_rate import schedule_notes
 from ..config.schema import Config
+from ..models.registry import architecture_of
 from ..update_rules import width_power
 
 
@@ -112,7 +113,7 @@ def _steps(config: Config, padded_vocab_size: int, world_size: int) -> list[str]
 def _peak(config: Config, world_size: int) -> list[str]:
     """The largest predicted peak of a stage, and host memory for activations that leave a rank."""
     from ..planning.activations import predict_host_bytes
-    from ..planning.layouts import assumed_balance, largest_peak
+    from ..planning.layouts import largest_peak
     from ..training.graph_choice import may_record  # imports torch
 
     stage, peak = largest_peak(config, world_size, records=may_record(config, world_size))
@@ -126,18 +127,19 @@ def _peak(config: Config, world_size: int) -> list[str]:
     host = max(
         predict_host_bytes(config, world_size=world_size, stage=one) for one in range(config.pipeline_layout.num_stages)
     )
-    lines += assumed_balance(config)
+    lines += architecture_of(config.model).assumptions(config)
     return lines + ([f"host: {_gigabytes(host)} GB for the activations of a rank"] if host else [])
 
 
 def _mup(config: Config) -> list[str]:
     """What muP makes of initial weights, learning rates and outputs: a line for each class of parameters."""
     model, optimizer = config.model, config.optimizer
+    other_matrices = architecture_of(model).other_matrices
     width, depth = model.width_mult, 2 * model.num_layers
     hidden = f"initial standard deviation {model.hidden_init_std:g}"
     classes = [
         ("linear layers", f"{hidden} (proj and fc2: / √{depth})", (True, True)),
-        *([] if model.num_experts is None else [("router", hidden, (False, True))]),
+        *([] if other_matrices is None else [(other_matrices, hidden, (False, True))]),
         ("embeddings, output layer", f"initial standard deviation {model.init_method_std:g}", (False, False)),
         ("norms, biases", "initial values as without it", (False, False)),
     ]

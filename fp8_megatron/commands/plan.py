@@ -26,6 +26,7 @@ from ..config.checks import ConfigError, check_config
 from ..config.io import own_and_run_flags
 from ..config.schema import Config
 from ..config.words import flag_name
+from ..models.registry import architecture_of
 from .arguments import Parser, output_file, real, whole
 from .program import exit_status
 from .run_settings import LEVELS, run_command_line
@@ -207,7 +208,7 @@ def _records(cluster: Cluster, config: Config) -> bool:
 
 def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> str:
     """The fastest layouts, the memory of the best by kind, its wire bytes, and what no measurement vouches for."""
-    from ..planning.layouts import ROOM, assumed_balance, better_accumulation
+    from ..planning.layouts import ROOM, better_accumulation
     from ..planning.memory import padded_vocab_size
     from ..planning.speed import unmeasured, why_no_time
     from ..planning.wire import predict_wire_bytes
@@ -219,7 +220,7 @@ def _report(level: str, layouts: list[Layout], cluster: Cluster, top: int) -> st
         _table(level, layouts[:top], cluster),
         f"the first: GB of a rank of stage {best.stage}: "
         + ", ".join(f"{kind.replace('_', ' ')} {held[kind] / 1e9:.2f}" for kind in _KINDS if held[kind]),
-        *(f"the first: {line}" for line in assumed_balance(config)),
+        *(f"the first: {line}" for line in architecture_of(config.model).assumptions(config)),
         *_on_host(best, cluster),
         f"the first: GB that a rank sends in a step: gradients {wire.gradients / 1e9:.2f}, weights "
         f"{wire.weights / 1e9:.2f}",
@@ -265,10 +266,11 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
 
     context = layouts[0].config.parallel.context_parallel_size  # all have the configuration's
     shares = "" if context == 1 else f", CP {context}"
-    has_experts = layouts[0].config.model.num_experts is not None
+    model = layouts[0].config.model
+    sizes = architecture_of(model).layout_sizes(model)
     headings = (
-        *("TP", "PP", "DP", *(["EP"] if has_experts else []), "micro-\nbatch", "micro-\nbatches", "recompute", "graph"),
-        *("peak GB", "step ms", "tokens/s\n/GPU"),
+        *("TP", "PP", "DP", *(size.heading for size in sizes), "micro-\nbatch", "micro-\nbatches"),
+        *("recompute", "graph", "peak GB", "step ms", "tokens/s\n/GPU"),
     )
     rows = []
     for layout in layouts:
@@ -281,7 +283,7 @@ def _table(level: str, layouts: list[Layout], cluster: Cluster) -> str:
             str(parallel.tensor_model_parallel_size),
             str(parallel.pipeline_model_parallel_size),
             str(config.data_parallel_size(cluster.gpus)),
-            *([str(parallel.expert_model_parallel_size)] if has_experts else []),
+            *(str(getattr(parallel, size.setting)) for size in sizes),
             str(training.micro_batch_size),
             str(config.num_micro_batches(cluster.gpus)),
             " ".join(training.recomputed_modules) or training.recompute_granularity or "none",

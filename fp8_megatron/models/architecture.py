@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..activation_functions import Activation
 from ..config.model import ModelConfig
@@ -128,6 +128,32 @@ class LayerShape:
         return self.mlp_input > self.mlp
 
 
+class LayoutSize(NamedTuple):
+    """A size that layouts of the ranks vary beside the tensor- and pipeline-parallel ones.
+
+    Attributes:
+        setting: its name in the section ``parallel``.
+        heading: of its column in a table of layouts.
+        shared: how many parts of a layer are shared. A size divides them, and the ranks with tokens of their own.
+    """
+
+    setting: str
+    heading: str
+    shared: int
+
+
+class ForwardBeside(NamedTuple):
+    """A forward that runs beside the backward of another micro-batch, in turns.
+
+    Attributes:
+        layer_bytes: the most that one of its layers holds.
+        ahead: by which share of a micro-batch's activations it is ahead of the backward when it ends.
+    """
+
+    layer_bytes: int
+    ahead: float
+
+
 class Architecture(Protocol):
     """A kind of model: a package of `models` that has these names."""
 
@@ -170,6 +196,33 @@ class Architecture(Protocol):
 
     def table_bytes(self, config: Config) -> int:
         """Bytes of tables that all layers of a rank read."""
+
+    def forward_beside(self, config: Config) -> ForwardBeside | None:
+        """The forward of a micro-batch that runs beside the backward of the one before; None: none does."""
+
+    @property
+    def cuts_mlps(self) -> bool:
+        """Whether --mlp-chunks-for-training cuts its MLPs."""
+
+    def mlp_modules(self, model: ModelConfig) -> Sequence[str]:
+        """The words of --recompute-modules that name all of its MLPs.
+
+        Raises:
+            ValueError: the settings do not say which layers have which.
+        """
+
+    def layout_sizes(self, model: ModelConfig) -> Sequence[LayoutSize]:
+        """The sizes that layouts of its ranks vary."""
+
+    def assumptions(self, config: Config) -> Sequence[str]:
+        """What a predicted peak takes for granted, a line each."""
+
+    def why_no_rates(self, model: ModelConfig) -> str | None:
+        """Why no rates of its layers' kernels are known; None if they are."""
+
+    @property
+    def other_matrices(self) -> str | None:
+        """What the matrices of its layers are that are no linear weights; None: there are none."""
 
     @property
     def computed_settings(self) -> Sequence[str]:

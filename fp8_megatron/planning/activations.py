@@ -82,12 +82,13 @@ def predict_peak(
     is_last = stage == config.parallel.pipeline_model_parallel_size - 1
     logits = _logits(config, padded_vocab_size) if is_last else 0
     moments = [(leaving, logits, 0), (in_backward, 0, backward)]
-    if config.parallel.overlap_moe_expert_parallel_comm and num_micro_batches > 1:
-        moments += _beside_backward(config, activations, logits, backward)
-    beside, logits, backward = max(moments, key=sum)
+    beside = architecture.forward_beside(config) if num_micro_batches > 1 else None
+    if beside is not None:  # backward begins; the forward ends, which is ahead by layers of what backward frees
+        moments += [(beside.layer_bytes, 0, backward), (round(activations * beside.ahead), logits, backward)]
+    more, logits, backward = max(moments, key=sum)
     return PeakBytes(
         state=state.linear.total + state.rest.total,
-        activations=activations + beside,
+        activations=activations + more,
         logits=logits,
         backward=backward,
         wire_buffers=_gradient_buffers(config, padded_vocab_size, world_size=world_size, stage=stage)
@@ -154,24 +155,6 @@ def _held(config: Config, layers: slice, *, stage: int, num_micro_batches: int) 
     """Bytes of the activations of all micro-batches in flight, of these layers of each of a stage's model chunks."""
     held = [sum(_kept_by_layer(config, chunk)[layers]) for chunk in config.pipeline_layout.chunks[stage]]
     return round(config.tokens_per_micro_batch * _held_at_once(config, held, stage, num_micro_batches))
-
-
-def _beside_backward(config: Config, held: int, logits: int, backward: int) -> list[tuple[int, int, int]]:
-    """Bytes of a forward beside a backward (--overlap-moe-expert-parallel-comm), with those in the logits and in a
-    layer's backward, at two moments. Backward begins: a layer of the forward. The forward ends: the layers that it is
-    ahead by. They take turns, and a layer's backward has three if it sends tokens again, its forward always two.
-
-    Args:
-        held: of the micro-batch that backward frees.
-    """
-    architecture, layers = architecture_of(config.model), range(config.model.num_layers)
-    of_layer = max(
-        architecture.kept_bytes(config, layer) * config.tokens_per_micro_batch
-        + architecture.forward_bytes(config, layer)
-        for layer in layers
-    )
-    ahead = held / 3 if "moe" in config.training.recomputed_modules else 0.0
-    return [(round(of_layer), 0, backward), (round(ahead), logits, backward)]
 
 
 def _on_its_way(config: Config, *, stage: int) -> tuple[int, int]:

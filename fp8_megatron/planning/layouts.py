@@ -13,6 +13,7 @@ from ..config.checks import ConfigError, check_config
 from ..config.ignored import without_unread
 from ..config.pipeline_layout import pipeline_layout
 from ..config.schema import Config, ModelConfig, ParallelConfig
+from ..models.registry import architecture_of
 from .activations import PeakBytes, predict_peak
 from .memory import padded_vocab_size
 from .speed import H200, GpuRates, StepSeconds, predict_step, why_no_time
@@ -32,16 +33,15 @@ _NONE: Mapping[str, Any] = MappingProxyType(
 
 
 def recomputations(model: ModelConfig) -> tuple[Mapping[str, Any], ...]:
-    """Settings of what is recomputed: nothing, MLPs and experts, whole layers.
+    """Settings of what is recomputed: nothing, MLPs, whole layers.
 
     Raises:
-        ValueError: the model does not say which layers have experts.
+        ValueError: see `Architecture.mlp_modules`.
     """
-    num_mixtures = len(model.expert_layers)
-    modules = (*(("mlp",) if num_mixtures < model.num_layers else ()), *(("moe",) if num_mixtures else ()))
+    mlps = tuple(architecture_of(model).mlp_modules(model))
     return (
         _NONE,
-        {"recompute_granularity": "selective", "recompute_modules": modules},
+        {"recompute_granularity": "selective", "recompute_modules": mlps},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     )
 
@@ -93,9 +93,9 @@ class Layout:
 def best_layouts(config: Config, cluster: Cluster, records: Callable[[Config], bool]) -> list[Layout]:
     """The layouts that fit, the fastest first; behind them those without a predicted step, the smallest peak first.
 
-    The configuration's own layout is one. Tensor-, pipeline- and expert-parallel sizes, the micro-batch and
-    recomputation (of nothing, MLPs and experts, or whole layers) vary. All else is the configuration's, the global
-    batch and the context-parallel size too.
+    The configuration's own layout is one. Tensor- and pipeline-parallel sizes, those of `Architecture.layout_sizes`,
+    the micro-batch and recomputation (of nothing, MLPs, or whole layers) vary. All else is the configuration's, the
+    global batch and the context-parallel size too.
 
     Args:
         records: whether a configuration's steps are recorded as a CUDA graph, if there is memory for it.
@@ -149,13 +149,6 @@ def largest_peak(config: Config, world_size: int, *, records: bool = False) -> t
     return stage, peaks[stage]
 
 
-def assumed_balance(config: Config) -> list[str]:
-    """What a predicted peak takes for granted of how tokens choose their experts: a line, or none."""
-    if config.model.num_experts is None or config.parallel.gathers_tokens:
-        return []
-    return ["experts: as if every rank got equally many tokens; one that gets more needs more memory"]
-
-
 def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
     """Other layouts, of which some do not work. None if there is no batch to share: `check_config` says why."""
     try:
@@ -167,17 +160,21 @@ def _candidates(config: Config, cluster: Cluster) -> Iterator[Config]:
         for pp in (size for size in range(1, cluster.gpus // tp + 1) if _divides_layers(config, size)):
             if cluster.gpus % (tp * cp * pp):
                 continue
-            sizes = _expert_parallel_sizes(config, cluster.gpus // (tp * pp))
+            sizes = list(_further_sizes(config, cluster.gpus // (tp * pp)))
             for micro_batch in _powers_of_two(batch * tp * cp * pp // cluster.gpus):
-                for ep, recomputation in product(sizes, recomputed):
+                for further, recomputation in product(sizes, recomputed):
                     laid_out = _laid_out(config, tp, pp, micro_batch, batch, recomputation)
-                    yield replace(laid_out, parallel=replace(laid_out.parallel, expert_model_parallel_size=ep))
+                    yield replace(laid_out, parallel=replace(laid_out.parallel, **further))
 
 
-def _expert_parallel_sizes(config: Config, num_ranks: int) -> list[int]:
-    """Numbers of ranks that can share the experts of a layer, of `num_ranks` ranks that have other tokens."""
-    experts = config.model.num_experts or 1
-    return [size for size in _powers_of_two(num_ranks) if num_ranks % size == experts % size == 0]
+def _further_sizes(config: Config, num_ranks: int) -> Iterator[Mapping[str, Any]]:
+    """Settings of `Architecture.layout_sizes`, for `num_ranks` ranks that have other tokens."""
+    varied = architecture_of(config.model).layout_sizes(config.model)
+    sizes = [
+        [size for size in _powers_of_two(num_ranks) if num_ranks % size == one.shared % size == 0] for one in varied
+    ]
+    for chosen in product(*sizes):
+        yield {one.setting: size for one, size in zip(varied, chosen, strict=True)}
 
 
 def _with_stages(config: Config, size: int) -> ParallelConfig:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..config.schema import Config
+from ..models.registry import architecture_of
 from .activations import predict_host_bytes
 from .layouts import ROOM, Cluster, largest_peak, recomputations
 
@@ -46,18 +47,18 @@ def longest_sequences(config: Config, cluster: Cluster) -> Iterator[Longest]:
     Micro-batches have one sequence. The layout and the global batch are the configuration's, and peaks fill `ROOM` of a
     GPU's memory.
     """
-    has_experts = config.model.num_experts is not None
+    cuts_mlps = architecture_of(config.model).cuts_mlps
     for recomputation in recomputations(config.model):
         granularity = recomputation["recompute_granularity"]
         name = "nothing" if granularity is None else " ".join(recomputation.get("recompute_modules", ("full",)))
         forms = [(False, False, False), (True, False, False), (True, False, True)]
-        if granularity is not None and not has_experts:  # MLPs in chunks are computed again
+        if granularity is not None and cuts_mlps:  # MLPs in chunks are computed again
             forms += [(True, True, False), (True, True, True)]
-        for cuts_loss, cuts_mlps, offloads in forms:
+        for cuts_loss, cuts, offloads in forms:
             count = _offloaded_layers(config) if offloads else 0
             training = replace(config.training, micro_batch_size=1, cpu_offloading_num_layers=count, **recomputation)
             form = replace(config, training=training)
-            yield _longest(form, cluster, Longest(name, cuts_loss, cuts_mlps, offloads, None))
+            yield _longest(form, cluster, Longest(name, cuts_loss, cuts, offloads, None))
 
 
 def _offloaded_layers(config: Config) -> int:

@@ -224,8 +224,9 @@ def why_no_time(config: Config) -> str | None:
     Rates are those of BF16 and FP16, and of FP8 with one scale a tensor.
     """
     precision = config.precision
-    if config.model.num_experts is not None:
-        return "no rates of experts were measured"
+    unknown = architecture_of(config.model).why_no_rates(config.model)
+    if unknown is not None:
+        return unknown
     has_rates = precision.fp8_recipe in ("delayed", "tensorwise") if precision.is_fp8 else precision.precision != "te"
     if not has_rates:
         name = f"fp8_recipe({precision.fp8_recipe})" if precision.is_fp8 else precision.precision
@@ -341,7 +342,8 @@ def _gemms(
     tp, shape = config.parallel.tensor_model_parallel_size, _shape(config)
     layer = forwards * 6 * tokens * linear_params_per_layer(config.model) / tp
     # 16-bit layers also compute the MLP's second GEMM again.
-    if {"mlp", "moe"} & {*config.training.recomputed_modules} or config.training.mlp_chunks_for_training > 1:
+    mlps = architecture_of(config.model).mlp_modules(config.model)
+    if {*mlps} & {*config.training.recomputed_modules} or config.training.mlp_chunks_for_training > 1:
         layer += 2 * tokens * shape.stream * shape.mlp_input / tp
     # Over chunks, backward computes the logits again.
     head = (6 if config.training.loss_chunk_size is None else 8) * tokens * shape.stream * vocab / tp

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 from ...config.model import ModelConfig
 from .checks import problems
 from .computed import changed_setting, computed_settings
-from .costs import attention_flops, backward_bytes, forward_bytes, kept_bytes, recomputed_bytes, table_bytes
+from .costs import (
+    attention_flops,
+    backward_bytes,
+    forward_beside,
+    forward_bytes,
+    kept_bytes,
+    recomputed_bytes,
+    table_bytes,
+)
+from .layouts import assumptions, cuts_mlps, layout_sizes, mlp_modules, other_matrices, why_no_rates
 from .table import (
     layer_orders,
     layer_shape,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from ...config.schema import Config, ModelConfig
+from ..architecture import ForwardBeside
 
 #: Bytes of an element of the 16-bit types.
 _HALF = 2
@@ -122,6 +123,11 @@ def table_bytes(config: Config) -> int:
         return 0
     positions = model.seq_length // config.parallel.context_parallel_size
     return positions * 2 * (int(model.head_dim * model.rotary_percent) // 2) * 4
+
+
+def forward_beside(config: Config) -> ForwardBeside | None:
+    """As `Architecture.forward_beside`: none."""
+    return None
 
 
 def attention_flops(model: ModelConfig, *, causal: bool) -> float:

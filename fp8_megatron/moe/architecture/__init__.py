@@ -8,7 +8,8 @@ from ...config.model import ModelConfig
 from ...models.decoder.costs import attention_flops, table_bytes
 from .checks import problems
 from .computed import changed_setting, computed_settings
-from .costs import backward_bytes, forward_bytes, kept_bytes, recomputed_bytes
+from .costs import backward_bytes, forward_beside, forward_bytes, kept_bytes, recomputed_bytes
+from .layouts import assumptions, cuts_mlps, layout_sizes, mlp_modules, other_matrices, why_no_rates
 from .table import (
     layer_orders,
     layer_shape,

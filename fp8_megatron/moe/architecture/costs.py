@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ...config.moe import expert_capacity
 from ...config.schema import Config
+from ...models.architecture import ForwardBeside
 from ...models.decoder import costs as decoder
 from ...storage import GROUP_ROWS
 
@@ -145,6 +146,18 @@ def backward_bytes(config: Config, layer: int) -> int:
     per_token = rank.own * (_HALF + 2 * fp8) * hidden + rank.rows * of_row + _exchanged(config, rank)
     transposes = rank.experts * hidden * (rank.columns + rank.width) if is_fp8 else 0
     return round(config.tokens_per_micro_batch * per_token) + transposes
+
+
+def forward_beside(config: Config) -> ForwardBeside | None:
+    """As `Architecture.forward_beside`, with --overlap-moe-expert-parallel-comm.
+
+    A layer's backward has three turns if it sends tokens again, its forward always two.
+    """
+    if not config.parallel.overlap_moe_expert_parallel_comm:
+        return None
+    tokens, layers = config.tokens_per_micro_batch, range(config.model.num_layers)
+    of_layer = max(kept_bytes(config, layer) * tokens + forward_bytes(config, layer) for layer in layers)
+    return ForwardBeside(round(of_layer), 1 / 3 if "moe" in config.training.recomputed_modules else 0.0)
 
 
 def _half_activation(rank: _Rank) -> int:
