@@ -232,7 +232,7 @@ def _check_release(config: Config, world_size: int, num_replicas: int, num_micro
             f"4 / {num_replicas} bytes of gradients a parameter), or raise tensor_model_parallel_size"
         )
     parallel = config.parallel
-    holders = config.num_expert_replicas(world_size)
+    holders = config.num_replicas(world_size, has_matrices=True)
     if config.model.num_experts is not None and holders > 1 == num_replicas:
         yield (
             f"{name}, but each expert is on {holders} ranks, whose gradients are reduced first; drop it, or choose an "

@@ -152,7 +152,7 @@ def _no_virtual_stages(config: Config) -> str | None:
 
 
 def _no_expert_ranks(config: Config) -> str | None:
-    return None if config.parallel.expert_ranks > 1 else "where each rank has all experts"
+    return None if config.parallel.matrix_holders > 1 else "where each rank has all experts"
 
 
 def _no_validation(config: Config) -> str | None:

@@ -145,8 +145,8 @@ class ParallelConfig:
         return world_size // self.pipeline_model_parallel_size
 
     @property
-    def expert_ranks(self) -> int:
-        """Ranks that share the experts of a layer: expert-tensor × expert."""
+    def matrix_holders(self) -> int:
+        """Ranks that share a weight [M, N, K], such as the experts of a layer: expert-tensor × expert."""
         return self.expert_tensor_size * self.expert_model_parallel_size
 
     @property

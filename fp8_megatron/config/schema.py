@@ -315,13 +315,15 @@ class Config:
         """Ranks that read different samples: world_size / (tensor × context × pipeline)."""
         return world_size // self.parallel.ranks_per_sample
 
-    def num_replicas(self, world_size: int) -> int:
-        """Ranks that hold the same weights: context × data parallel."""
-        return self.data_parallel_size(world_size) * self.parallel.context_parallel_size
+    def num_replicas(self, world_size: int, *, has_matrices: bool = False) -> int:
+        """Ranks that hold the same weights: context × data parallel.
 
-    def num_expert_replicas(self, world_size: int) -> int:
-        """Ranks that hold the same experts."""
-        return world_size // (self.parallel.expert_ranks * self.parallel.pipeline_model_parallel_size)
+        Args:
+            has_matrices: of weights [M, N, K], such as experts, whose matrices ranks may share.
+        """
+        if has_matrices:
+            return world_size // (self.parallel.matrix_holders * self.parallel.pipeline_model_parallel_size)
+        return self.data_parallel_size(world_size) * self.parallel.context_parallel_size
 
     @property
     def tokens_per_micro_batch(self) -> int:

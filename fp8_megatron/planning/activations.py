@@ -14,7 +14,7 @@ from ..config.schema import Config
 from ..dtypes import StorageDtype
 from ..models.registry import architecture_of
 from ..sharding.partition import StorageClass
-from .memory import largest_linear, model_storage, parameters_by_class, predict_memory, replicas_by_part
+from .memory import largest_linear, model_storage, parameters_by_class, predict_memory, replicas_by_kind
 from .wire import message_buffer_bytes
 
 #: Bytes of an element of the 16-bit types.
@@ -103,12 +103,12 @@ def _gradient_buffers(config: Config, padded_vocab_size: int, *, world_size: int
     """Bytes of the buffers for gradients, of each dtype that is sent."""
     stored = model_storage(config.precision, config.num_micro_batches(world_size))
     numel_of: dict[StorageDtype, int] = {}
-    for part, replicas in replicas_by_part(config, world_size).items():
-        by_class = parameters_by_class(config, padded_vocab_size, stage=stage, part=part)
+    for has_matrices, replicas in replicas_by_kind(config, world_size).items():
+        by_class = parameters_by_class(config, padded_vocab_size, stage=stage, has_matrices=has_matrices)
         for storage, count in by_class.items() if replicas > 1 else ():
             dtype, bucket = stored.of_grads(storage).wire, config.parallel.ddp_bucket_size
             if storage is StorageClass.LINEAR and config.precision.weight_grad_scaling == "delayed":
-                bucket = max(bucket, largest_linear(config, part))  # no weight lies in two buckets
+                bucket = max(bucket, largest_linear(config, has_matrices=has_matrices))  # no weight lies in two buckets
             numel_of[dtype] = max(numel_of.get(dtype, 0), min(count, bucket))
     return sum(_WIRE_BUFFERS * dtype.itemsize * numel for dtype, numel in numel_of.items())
 

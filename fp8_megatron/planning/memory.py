@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from ..config.optimizer import OptimizerConfig
 from ..config.schema import Config, PrecisionConfig
 from ..data import tokenizer
@@ -17,8 +15,6 @@ from ..sharding.storage import ModelStorage
 from ..storage import StateSpec
 from ..update_rules import rule_of_space
 
-#: Of a model: its experts, and all that is not in them.
-ModelPart = Literal["experts", "others"]
 #: GPT-2's, for a model whose tokenizer gives the size.
 _GPT2_VOCAB_SIZE = 50257
 
@@ -83,10 +79,12 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     is_trained = not config.training.skip_train
     stored = model_storage(config.precision, config.num_micro_batches(world_size), is_trained=is_trained)
     linear = rest = StorageBytes.none(states_of(config))
-    for part, replicas in replicas_by_part(config, world_size).items():
+    for has_matrices, replicas in replicas_by_kind(config, world_size).items():
         for is_linear in (True, False):
             rule = rule_of(config, is_linear=is_linear)
-            counts = parameters_by_class(config, padded_vocab_size, stage=stage, part=part, is_linear=is_linear)
+            counts = parameters_by_class(
+                config, padded_vocab_size, stage=stage, has_matrices=has_matrices, is_linear=is_linear
+            )
             for storage, count in counts.items():
                 held = _predict(storage, count, stored, rule, replicas)
                 if storage is StorageClass.LINEAR:
@@ -96,12 +94,11 @@ def predict_memory(config: Config, padded_vocab_size: int, *, world_size: int, s
     return MemoryByKind(linear, rest)
 
 
-def replicas_by_part(config: Config, world_size: int) -> dict[ModelPart, int]:
-    """Ranks that hold the same experts, and the same other weights; of a model without experts, the second alone."""
-    others = config.num_replicas(world_size)
-    if config.model.num_experts is None:
-        return {"others": others}
-    return {"experts": config.num_expert_replicas(world_size), "others": others}
+def replicas_by_kind(config: Config, world_size: int) -> dict[bool, int]:
+    """Whether parameters hold several matrices (`Parameter.matrices`) → ranks that hold the same ones, for what the
+    model has of both."""
+    kinds = {row.matrices is not None for row in architecture_of(config.model).parameters(config.model, 0)}
+    return {kind: config.num_replicas(world_size, has_matrices=kind) for kind in sorted(kinds, reverse=True)}
 
 
 def parameters_by_class(
@@ -109,7 +106,7 @@ def parameters_by_class(
     padded_vocab_size: int,
     *,
     stage: int | None = None,
-    part: ModelPart | None = None,
+    has_matrices: bool | None = None,
     is_linear: bool | None = None,
 ) -> dict[StorageClass, int]:
     """Parameters by the way they are stored: of a rank of pipeline stage `stage`, or of the whole model (None).
@@ -117,33 +114,34 @@ def parameters_by_class(
     Linear layers outside FP8 are stored as matrices.
 
     Args:
-        part: those of experts, which expert-parallel ranks share, or the others; None: all.
+        has_matrices: those that hold several matrices, or the others; None: all.
         is_linear: weights of linear layers, or the others; None: all.
     """
-    model, tp, ep, layers = config.model, 1, 1, list(range(config.model.num_layers))
+    model, tp, holders, layers = config.model, 1, 1, list(range(config.model.num_layers))
     ends = {"is_first": True, "is_last": True}
     if stage is not None:
         parallel, layers = config.parallel, config.layers_of_stage(stage)
-        tp, ep = parallel.tensor_model_parallel_size, parallel.expert_ranks
+        tp, holders = parallel.tensor_model_parallel_size, parallel.matrix_holders
         ends = {"is_first": stage == 0, "is_last": stage == config.parallel.pipeline_model_parallel_size - 1}
     counts = {StorageClass.LINEAR: 0, StorageClass.MATRIX: 0, StorageClass.VECTOR: 0}
     for row in architecture_of(model).parameters(model, padded_vocab_size):
-        if row.is_buffer or part == ("others" if row.matrices else "experts") or is_linear is (not row.is_linear):
+        has_several = row.matrices is not None
+        if row.is_buffer or has_matrices is (not has_several) or is_linear is (not row.is_linear):
             continue
-        numel, copies = row.numel_of_rank(tp, ep), row.copies(layers, **ends)
+        numel, copies = row.numel_of_rank(tp, holders), row.copies(layers, **ends)
         in_fp8 = sum(map(config.is_fp8_layer, row.layers_of(layers))) if row.is_linear else 0
         counts[StorageClass.LINEAR] += in_fp8 * numel
-        is_matrix = len(row.shape) - bool(row.matrices) > 1
+        is_matrix = len(row.shape) - has_several > 1
         counts[StorageClass.MATRIX if is_matrix else StorageClass.VECTOR] += (copies - in_fp8) * numel
     return counts
 
 
-def largest_linear(config: Config, part: ModelPart) -> int:
-    """Elements of the largest linear weight that a rank holds."""
+def largest_linear(config: Config, *, has_matrices: bool) -> int:
+    """Elements of the largest linear weight that a rank holds, of those with several matrices, or of the others."""
     parallel = config.parallel
-    sizes = (parallel.tensor_model_parallel_size, parallel.expert_ranks)
+    sizes = (parallel.tensor_model_parallel_size, parallel.matrix_holders)
     rows = [row for row in architecture_of(config.model).parameters(config.model, 0) if row.is_linear]
-    return max((row.numel_of_rank(*sizes) for row in rows if bool(row.matrices) == (part == "experts")), default=0)
+    return max((row.numel_of_rank(*sizes) for row in rows if (row.matrices is not None) is has_matrices), default=0)
 
 
 def predict_checkpoint_bytes(config: Config, padded_vocab_size: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..collectives.packed import packed_bytes
 from ..config.schema import Config
 from ..dtypes import GRAD_BLOCK, StorageDtype
-from .memory import model_storage, parameters_by_class, replicas_by_part
+from .memory import model_storage, parameters_by_class, replicas_by_kind
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ def predict_wire_bytes(config: Config, padded_vocab_size: int, *, world_size: in
     num_micro_batches = config.num_micro_batches(world_size)
     stored = model_storage(config.precision, num_micro_batches)
     gradients = weights = 0.0
-    for part, replicas in replicas_by_part(config, world_size).items():
+    for has_matrices, replicas in replicas_by_kind(config, world_size).items():
         share = (replicas - 1) / replicas
-        for storage, count in parameters_by_class(config, padded_vocab_size, stage=stage, part=part).items():
+        by_class = parameters_by_class(config, padded_vocab_size, stage=stage, has_matrices=has_matrices)
+        for storage, count in by_class.items():
             grads = stored.of_grads(storage)
             per_element = grads.wire.itemsize + (4 / GRAD_BLOCK if grads.wire is StorageDtype.FP8 else 0)
             reductions = 1 if grads.adds_locally else num_micro_batches

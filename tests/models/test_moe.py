@@ -10,7 +10,7 @@ import pytest
 from fp8_megatron.checkpoint.placement import placement_of
 from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
 from fp8_megatron.models.registry import architecture_of, is_linear_weight, layers_of_key, weight_shapes
-from fp8_megatron.planning.memory import ModelPart, parameters_by_class
+from fp8_megatron.planning.memory import parameters_by_class
 from fp8_megatron.reporting.flops import linear_params_per_layer
 from fp8_megatron.sharding.partition import StorageClass
 from fp8_megatron.sharding.region import Region
@@ -22,7 +22,6 @@ MODEL = replace(DENSE, num_experts=8, moe_ffn_hidden_size=32, moe_router_topk=3)
 MIXED = replace(MODEL, moe_layer_freq="[0,1,1,0]")
 HIDDEN = DENSE.hidden_size
 EXPERT = 3 * 32 * HIDDEN
-PARTS: tuple[ModelPart | None, ...] = (None, "others")
 
 
 def test_the_keys_of_experts_are_megatrons() -> None:
@@ -55,7 +54,7 @@ def test_biases_of_experts_are_vectors_that_ranks_share() -> None:
     assert shapes[LAYERS + "router.bias"] == (4, 8) and shapes[LAYERS + "experts.linear_fc1.bias"] == (4, 8, 64)
     assert shapes[LAYERS + "experts.linear_fc2.bias"] == (4, 8, HIDDEN)
     parallel = ParallelConfig(expert_model_parallel_size=4)
-    of_rank = parameters_by_class(Config(model=model, parallel=parallel), 256, stage=0, part="experts")
+    of_rank = parameters_by_class(Config(model=model, parallel=parallel), 256, stage=0, has_matrices=True)
     assert of_rank == {StorageClass.LINEAR: 4 * 2 * EXPERT, StorageClass.MATRIX: 0, StorageClass.VECTOR: 4 * 2 * 192}
     assert linear_params_per_layer(model) == linear_params_per_layer(MODEL)
 
@@ -88,10 +87,10 @@ def test_a_token_is_multiplied_with_its_own_experts(model: ModelConfig, num_expe
 
 def test_all_experts_are_stored_and_expert_parallel_ranks_share_them() -> None:
     config = Config(model=MIXED)
-    linear = {part: parameters_by_class(config, 256, part=part)[StorageClass.LINEAR] for part in PARTS}
-    assert linear[None] - linear["others"] == 2 * 8 * EXPERT
+    whole, others = (parameters_by_class(config, 256, has_matrices=kind)[StorageClass.LINEAR] for kind in (None, False))
+    assert whole - others == 2 * 8 * EXPERT
     sharing = replace(config, parallel=replace(config.parallel, expert_model_parallel_size=4))
-    of_rank = parameters_by_class(sharing, 256, stage=0, part="experts")
+    of_rank = parameters_by_class(sharing, 256, stage=0, has_matrices=True)
     assert of_rank == {StorageClass.LINEAR: 2 * 2 * EXPERT, StorageClass.MATRIX: 0, StorageClass.VECTOR: 0}
 
 

@@ -43,14 +43,14 @@ def _rank(config: Config, *, is_fp8: bool) -> _Rank:
     model, parallel = config.model, config.parallel
     assert model.num_experts is not None
     experts, cuts = model.num_experts // parallel.expert_model_parallel_size, parallel.expert_tensor_size
-    ranks, own = parallel.expert_ranks, 1 / parallel.sequence_shares
+    ranks, own = parallel.matrix_holders, 1 / parallel.sequence_shares
     if not parallel.gathers_tokens:
         ranks = cuts * min(model.moe_router_topk, parallel.expert_model_parallel_size)
     shared = (model.moe_shared_expert_intermediate_size or 0) // parallel.tensor_model_parallel_size
     return _Rank(
         experts=experts,
         own=own,
-        received=ranks * own if parallel.expert_ranks > 1 else 0.0,
+        received=ranks * own if parallel.matrix_holders > 1 else 0.0,
         rows=_rows(config, experts) / config.tokens_per_micro_batch,
         columns=model.expert_columns // cuts,
         width=model.expert_ffn_hidden_size // cuts,
@@ -61,7 +61,7 @@ def _rank(config: Config, *, is_fp8: bool) -> _Rank:
 def _rows(config: Config, experts: int) -> float:
     """Rows of `experts`, which ranks share, each with its own tokens."""
     model, parallel = config.model, config.parallel
-    tokens, ranks = config.tokens_per_micro_batch / parallel.sequence_shares, parallel.expert_ranks
+    tokens, ranks = config.tokens_per_micro_batch / parallel.sequence_shares, parallel.matrix_holders
     assert model.num_experts is not None
     of_token = parallel.expert_tensor_size * model.moe_router_topk
     if parallel.gathers_tokens:
