@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..config.model import ModelConfig
 from ..mcore.runtime import set_rng_states
-from ..moe.upcycling import load_upcycled
 from ..optimizer.split_state import SplitSpaceState
 from ..optimizer.state import SpaceState
 from ..sharding.partition import Fragment, Slot
@@ -39,6 +40,20 @@ from .saved_run import Elements, SavedRun, differing_setting, saved_settings
 logger = logging.getLogger(__name__)
 
 
+class FirstWeights(Protocol):
+    """Makes the first weights of a model of the checkpoint of another one."""
+
+    def problem_of(self, folder: Path, model: ModelConfig) -> str | None:
+        """The error's line if a checkpoint is not of a model that it takes, as far as its settings tell."""
+
+    def load(self, folder: Path, state: Resumable) -> Progress:
+        """Fill the masters of `state`. Called by all ranks together.
+
+        Raises:
+            CheckpointError: damaged, or not of such a model; the same on every rank.
+        """
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """What to load from a checkpoint.
@@ -48,14 +63,14 @@ class LoadOptions:
         finetune: load weights only, and start from iteration 0.
         optimizer: its states and step count (--no-load-optim leaves them at zero). A model that is evaluated has none.
         rng: states of random generators (--no-load-rng).
-        upcycles: make experts of the MLPs of a dense model, of this granularity; with `finetune`.
+        first_weights: what makes this model's weights of the checkpoint; with `finetune`. None: they are in it.
     """
 
     iteration: int | None = None
     finetune: bool = False
     optimizer: bool = True
     rng: bool = True
-    upcycles: int | None = None
+    first_weights: FirstWeights | None = None
 
 
 def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = None) -> Progress | None:
@@ -73,13 +88,13 @@ def load_checkpoint(root: Path, state: Resumable, options: LoadOptions | None = 
     """
     options = options or LoadOptions()
     theirs = Ranks(state.topology).first_says(lambda: megatron_folder(root, options.iteration))
-    if theirs is not None and options.upcycles is None:
+    if theirs is not None and options.first_weights is None:
         return load_megatron_checkpoint(theirs, state, options)
     folder = theirs or _choose(root, state, options.iteration)
     if folder is None:
         return None
-    if options.upcycles is not None:
-        return load_upcycled(folder, state, options.upcycles)
+    if options.first_weights is not None:
+        return options.first_weights.load(folder, state)
     saved = SavedRun(folder)
     _check_model(saved, state, finetune=options.finetune)
     loads_state = options.optimizer and not options.finetune and state.is_trained

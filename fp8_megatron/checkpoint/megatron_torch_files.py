@@ -13,13 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
+from ..config.model import ModelConfig
 from ..models.keys import OUTPUT_LAYER
-from ..models.registry import shared_axis
+from ..models.registry import architecture_of, shared_axis
 from ..sharding.region import Shape
 from .files import CheckpointError, megatron_rank_folder
 from .megatron_checkpoint import STATES, MegatronCheckpoint
 from .megatron_layout import Name, local_shape, merged, places_in_buffer
 from .pickles import mapping, read_megatron_file
+from .same_model import settings_of_arguments
 
 
 class TorchFiles(MegatronCheckpoint):
@@ -29,9 +31,10 @@ class TorchFiles(MegatronCheckpoint):
         self._tensor_size, self._stages = _sizes(folder)
         self._content = lru_cache(maxsize=None)(lambda tensor, stage: _content(folder, tensor, stage, self._stages))
         super().__init__(folder, self._content(0, 0))
-        if self.arguments.get("num_experts"):
+        matrices = architecture_of(ModelConfig(**settings_of_arguments(self.arguments))).matrices_name
+        if matrices is not None:  # their names are others
             raise CheckpointError(
-                f"{folder} holds experts in the format torch; save it again with --ckpt-format torch_dist"
+                f"{folder} holds {matrices} in the format torch; save it again with --ckpt-format torch_dist"
             )
         if self._tensor_size > 1 and "swiglu" not in self.arguments:
             raise CheckpointError(

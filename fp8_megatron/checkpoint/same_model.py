@@ -12,31 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 from ..config.fields import FieldType, field_types
-from ..config.model import YARN_SETTINGS, ModelConfig
+from ..config.model import LAYER_PATTERNS, YARN_SETTINGS, ModelConfig
 from ..config.words import flag_with
 from ..models.registry import ARCHITECTURES, architecture_of, weight_shapes
 
-#: Settings that come first, because others mean something beside them alone.
-_SIZES = ("num_layers", "hidden_size", "num_experts")
-#: Megatron's arguments that change what a model computes and that no setting here stands for, each with the values
-#: under which it changes nothing. A setting that comes to stand for one replaces its row by a name in
-#: `Architecture.computed_settings`.
+#: As `Architecture.sizes` and `Architecture.arguments_without_setting`, of all architectures.
+_SIZES = tuple(dict.fromkeys(name for each in ARCHITECTURES for name in each.sizes))
 NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "apply_residual_connection_post_layernorm": (None, False),
-        "attention_output_gate": (None, False),
-        "enable_mhc_connections": (None, False),
-        "experimental_attention_variant": (None,),
-        "heterogeneous_layers_config_encoded_json": (None,),
-        "heterogeneous_layers_config_path": (None,),
-        "is_hybrid_model": (None, False),
-        "moe_apply_probs_on_input": (None, False),
-        "moe_latent_size": (None,),
-        "mtp_num_layers": (None, 0),
-        "multi_latent_attention": (None, False),
-        "no_rope_freq": (None,),
-        "qk_l2_norm": (None, False),
-    }
+    {name: idle for each in ARCHITECTURES for name, idle in each.arguments_without_setting.items()}
 )
 
 
@@ -102,15 +85,14 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name in YARN_SETTINGS:  # None stands for the default of megatron-core's YaRN, which is this project's
         if name in known and known[name] is None:
             known[name] = getattr(ModelConfig, name)
-    window, skips = known.get("window_size"), known.get("window_attn_skip_freq")
+    window = known.get("window_size")
     if isinstance(window, tuple | list):
         known["window_size"] = ",".join(map(str, window))
-    if isinstance(skips, int | list):
-        known["window_attn_skip_freq"] = str(skips)
-    if isinstance(known.get("moe_layer_freq"), int | list):
-        known["moe_layer_freq"] = str(known["moe_layer_freq"])
-    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        if known.get(name) is not None:
+    for name in LAYER_PATTERNS:
+        if isinstance(known.get(name), int | list):
+            known[name] = str(known[name])
+    for name, kind in field_types(ModelConfig).items():  # one of several values may stand alone
+        if kind.base is tuple and known.get(name) is not None:
             values = known[name] if isinstance(known[name], list | tuple) else [known[name]]
             known[name] = [str(value) for value in values]
     return model_settings(known)

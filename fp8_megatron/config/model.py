@@ -15,6 +15,8 @@ from .words import number, whole_number
 
 #: Layers that a pattern may describe: `fields.Layers`' limit.
 _MOST_LAYERS = 100_000
+#: Settings that `layer_pattern` reads: texts, where Megatron has numbers and lists.
+LAYER_PATTERNS = ("window_attn_skip_freq", "moe_layer_freq")
 #: Kinds of position embedding that rotate query and key.
 ROTARY_KINDS = ("rope", "yarn")
 #: What RoPE reads unless it is scaled by YaRN.

@@ -74,9 +74,16 @@ class CheckpointConfig:
         return None not in (self.load, self.save) and Path(self.load or "").resolve() == Path(self.save or "").resolve()
 
     @property
+    def weights_alone_flag(self) -> str | None:
+        """The flag under which --load gives the first weights and nothing else; None: a run goes on from it."""
+        if self.finetune:
+            return "--finetune"
+        return "--moe-use-upcycling" if self.moe_use_upcycling and self.pretrained_checkpoint is None else None
+
+    @property
     def loads_weights_alone(self) -> bool:
         """Whether --load gives the first weights and nothing else."""
-        return self.finetune or (self.moe_use_upcycling and self.pretrained_checkpoint is None)
+        return self.weights_alone_flag is not None
 
     @property
     def upcycles(self) -> int | None:

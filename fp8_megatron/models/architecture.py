@@ -225,6 +225,16 @@ class Architecture(Protocol):
         """What the matrices of its layers are that are no linear weights; None: there are none."""
 
     @property
+    def sizes(self) -> Sequence[str]:
+        """Settings that are compared first, because others mean something beside them alone."""
+
+    @property
+    def arguments_without_setting(self) -> Mapping[str, tuple[object, ...]]:
+        """Megatron's arguments that change what a model computes and that no setting here stands for, each with the
+        values under which it changes nothing. A setting that comes to stand for one replaces its row by a name in
+        `computed_settings`."""
+
+    @property
     def computed_settings(self) -> Sequence[str]:
         """Settings of the model that change what weights of the same shapes compute."""
 
@@ -259,6 +269,10 @@ class Architecture(Protocol):
     def matrix_axes(self) -> Mapping[str, int | None]:
         """Keys of parameters that hold several matrices a layer in any model (`Parameter.matrices`), each with the axis
         of one of them that ranks may share; None: they do not."""
+
+    @property
+    def matrices_name(self) -> str | None:
+        """What users call the matrices of a parameter that holds several; None: none does."""
 
     @property
     def stored_keys(self) -> Mapping[str, str]:

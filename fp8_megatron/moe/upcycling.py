@@ -10,7 +10,7 @@ Weights are scaled so that an expert's share of the sum is about the MLP's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -43,61 +43,62 @@ def dense_model(model: ModelConfig, granularity: int) -> ModelConfig:
     return replace(model, **defaults, ffn_hidden_size=granularity * model.expert_ffn_hidden_size)  # type: ignore[arg-type]
 
 
-def upcycling_problem(folder: Path, model: ModelConfig, granularity: int) -> str | None:
-    """The error's line if a checkpoint is not that of the dense model, as far as its settings tell."""
+@dataclass(frozen=True)
+class Upcycling:
+    """Takes the checkpoint of a dense model, each of whose MLPs is cut into `granularity` experts (`FirstWeights`)."""
 
-    saved = open_megatron_checkpoint(folder) if is_megatron_checkpoint(folder) else None
+    granularity: int
 
-    def problem_of(model: ModelConfig) -> str | None:
-        if saved is not None:
-            return differing_argument(saved, model, finetune=True)
-        return differing_setting(folder, model, finetune=True)
+    def problem_of(self, folder: Path, model: ModelConfig) -> str | None:
+        """As `FirstWeights.problem_of`."""
+        granularity = self.granularity
+        saved = open_megatron_checkpoint(folder) if is_megatron_checkpoint(folder) else None
 
-    dense = dense_model(model, granularity)
-    problem = problem_of(dense)
-    if problem is None:
-        return None
-    if problem_of(model) is None:
-        return f"moe_use_upcycling takes a model without experts, and {folder} has these experts; drop it to go on"
-    settings = saved_model_settings(folder) if saved is None else settings_of_arguments(saved.arguments)
-    found = first_difference(settings, dense, finetune=True)
-    if found is not None and found.name == "ffn_hidden_size":
-        theirs = replace(dense, ffn_hidden_size=settings[found.name])
-        own, width = model.expert_ffn_hidden_size, theirs.padded_ffn_hidden_size
-        return (
-            f"moe_use_upcycling: {granularity} × moe_ffn_hidden_size({own}) = {granularity * own} is not "
-            f"ffn_hidden_size({width}) of {folder}; give --moe-ffn-hidden-size {width // granularity}"
-        )
-    return f"moe_use_upcycling takes a model without experts: {problem}"
+        def differing(model: ModelConfig) -> str | None:
+            if saved is not None:
+                return differing_argument(saved, model, finetune=True)
+            return differing_setting(folder, model, finetune=True)
 
+        dense = dense_model(model, granularity)
+        problem = differing(dense)
+        if problem is None:
+            return None
+        if differing(model) is None:
+            return f"moe_use_upcycling takes a model without experts, and {folder} has these experts; drop it to go on"
+        settings = saved_model_settings(folder) if saved is None else settings_of_arguments(saved.arguments)
+        found = first_difference(settings, dense, finetune=True)
+        if found is not None and found.name == "ffn_hidden_size":
+            theirs = replace(dense, ffn_hidden_size=settings[found.name])
+            own, width = model.expert_ffn_hidden_size, theirs.padded_ffn_hidden_size
+            return (
+                f"moe_use_upcycling: {granularity} × moe_ffn_hidden_size({own}) = {granularity * own} is not "
+                f"ffn_hidden_size({width}) of {folder}; give --moe-ffn-hidden-size {width // granularity}"
+            )
+        return f"moe_use_upcycling takes a model without experts: {problem}"
 
-def load_upcycled(folder: Path, state: Resumable, granularity: int) -> Progress:
-    """Take the weights of a dense model's checkpoint. Called by all ranks together. Routers stay as they were drawn.
-
-    Raises:
-        CheckpointError: damaged, or not of the dense model; the same on every rank.
-    """
-    model, problem = state.config.model, None
-    try:
-        problem = upcycling_problem(folder, model, granularity)
-        shapes, read = _weights(folder)
-        check_shapes(shapes, weight_shapes(dense_model(model, granularity), state.padded_vocab_size), str(folder))
-        short = next((key for key in VOCABULARY_KEYS if key in shapes and shapes[key][0] < state.vocab_size), None)
-        if short is not None:
-            rows = shapes[short][0]
-            problem = problem or f"{folder}: {short} has {rows} rows for a vocabulary of {state.vocab_size} tokens"
-    except CheckpointError as error:
-        problem = problem or str(error)
-    for text in Ranks(state.topology).everyones(problem):
-        if text is not None:
-            raise CheckpointError(text)
-    state.optimizer.wait_for_copies()
-    for space, slot, placement in state.slots():
-        whole = _value(slot, state, read, granularity)
-        store(space, slot, MASTER, local_part(whole, placement, state.vocab_size).to(state.device))
-    for space in state.optimizer.states:
-        space.derive_weights()
-    return Progress()
+    def load(self, folder: Path, state: Resumable) -> Progress:
+        """As `FirstWeights.load`. Routers stay as they were drawn."""
+        model, granularity, problem = state.config.model, self.granularity, None
+        try:
+            problem = self.problem_of(folder, model)
+            shapes, read = _weights(folder)
+            check_shapes(shapes, weight_shapes(dense_model(model, granularity), state.padded_vocab_size), str(folder))
+            short = next((key for key in VOCABULARY_KEYS if key in shapes and shapes[key][0] < state.vocab_size), None)
+            if short is not None:
+                rows = shapes[short][0]
+                problem = problem or f"{folder}: {short} has {rows} rows for a vocabulary of {state.vocab_size} tokens"
+        except CheckpointError as error:
+            problem = problem or str(error)
+        for text in Ranks(state.topology).everyones(problem):
+            if text is not None:
+                raise CheckpointError(text)
+        state.optimizer.wait_for_copies()
+        for space, slot, placement in state.slots():
+            whole = _value(slot, state, read, granularity)
+            store(space, slot, MASTER, local_part(whole, placement, state.vocab_size).to(state.device))
+        for space in state.optimizer.states:
+            space.derive_weights()
+        return Progress()
 
 
 def _weights(folder: Path) -> tuple[Mapping[str, Shape], _ReadsLayer]:

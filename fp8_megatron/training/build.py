@@ -12,8 +12,9 @@ from itertools import chain
 
 import torch
 
+from ..checkpoint.loading import FirstWeights
 from ..checkpoint.run_state import Resumable
-from ..config.schema import Config, PrecisionConfig
+from ..config.schema import CheckpointConfig, Config, PrecisionConfig
 from ..dtypes import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel, finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
@@ -21,6 +22,7 @@ from ..mcore.initialization import initial_values, named_parameters_of_model
 from ..mcore.topology import Topology, is_embedding_or_output, is_linear_weight, row_split_of
 from ..models.keys import EMBEDDING_KEYS
 from ..moe.router_report import TOKENS_FILE, router_table
+from ..moe.upcycling import Upcycling
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.loss_scale import LossScale
 from ..planning.memory import model_storage, optimizer_settings
@@ -231,6 +233,11 @@ def build_exchange(config: Config) -> Exchange:
         overlaps_reduce=parallel.overlap_grad_reduce,
         overlaps_gather=parallel.overlap_param_gather,
     )
+
+
+def first_weights(checkpoint: CheckpointConfig) -> FirstWeights | None:
+    """What makes a run's first weights of another model's checkpoint; None: they are in the checkpoint."""
+    return None if checkpoint.upcycles is None else Upcycling(checkpoint.upcycles)
 
 
 def rate_of(config: Config, name: str, param: torch.nn.Parameter) -> Rate:

@@ -40,12 +40,12 @@ from ..device.device import node_size
 from ..device.memory import memory_bytes
 from ..errors import UserError
 from ..mcore.topology import Topology
-from ..moe.upcycling import upcycling_problem
 from ..outputs import check_free_bytes, free_bytes, writing_to
 from ..planning.activations import predict_host_bytes
 from ..planning.memory import predict_checkpoint_bytes, predict_memory
 from ..reporting.run_log import RunLog
 from ..watch.failures import RankWatch
+from .build import first_weights
 from .graph_choice import GraphChoice
 from .stopping import SignalHandler
 
@@ -151,8 +151,8 @@ def check_what_is_loaded(config: Config) -> None:
         return
     folder, finetune = iteration_folder(source.root, source.newest), source.options.finetune
     problem: str | None
-    if source.options.upcycles is not None:
-        problem = upcycling_problem(folder, config.model, source.options.upcycles)
+    if source.options.first_weights is not None:
+        problem = source.options.first_weights.problem_of(folder, config.model)
     elif is_megatron_checkpoint(folder):
         problem = differing_argument(open_megatron_checkpoint(folder), config.model, finetune=finetune)
     else:
@@ -257,7 +257,7 @@ def _source_and_run(checkpoint: CheckpointConfig, *, quiet: bool = False) -> tup
             finetune=checkpoint.loads_weights_alone,
             optimizer=checkpoint.load_optim,
             rng=checkpoint.load_rng,
-            upcycles=checkpoint.upcycles if checkpoint.pretrained_checkpoint is None else None,
+            first_weights=first_weights(checkpoint) if checkpoint.pretrained_checkpoint is None else None,
         )
         source = CheckpointSource(root, options)
     found = candidates(source.root, source.options.iteration) if source.root.is_dir() else []
@@ -283,7 +283,7 @@ def _pretrained(checkpoint: CheckpointConfig) -> CheckpointSource | None:
     found = candidates(root, iteration) if root.is_dir() else []
     if not found:
         raise CheckpointError(no_checkpoint("pretrained_checkpoint", root))
-    options = LoadOptions(iteration, finetune=True, upcycles=checkpoint.upcycles)
+    options = LoadOptions(iteration, finetune=True, first_weights=first_weights(checkpoint))
     return CheckpointSource(root, options, newest=found[0])
 
 
@@ -325,8 +325,7 @@ def _refuse_foreign(checkpoint: CheckpointConfig, save: Path, run: str | None) -
     if foreign:
         newest, fix = max(foreign), f"give --load {save} to go on with it, another --save"
         if checkpoint.loads_what_it_saves:  # for its weights alone
-            flag = "--finetune" if checkpoint.finetune else "--moe-use-upcycling"
-            fix = f"drop {flag} to go on with it, give another --save"
+            fix = f"drop {checkpoint.weights_alone_flag} to go on with it, give another --save"
         raise CheckpointError(
             f"save({save}) holds checkpoints of another run (newest: {iteration_folder(save, newest).name} of run "
             f"{whose[newest] or 'unknown'}); {fix}, or --allow-foreign-checkpoints to save among them"

@@ -19,7 +19,7 @@ from fp8_megatron.config.checks import ConfigError, check_config
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig
-from fp8_megatron.moe.upcycling import upcycling_problem
+from fp8_megatron.moe.upcycling import Upcycling
 from tests.harness.megatron_run import config_of, megatron_run
 from tests.harness.ranks import RankError, RankPool
 from tests.harness.tiny_checkpoint import TinyRun, run_tiny_on_a_rank
@@ -48,7 +48,7 @@ def models(granularity: int, activation: str = "swiglu", **settings: Any) -> tup
 def upcycled(
     ranks: RankPool, config: Config, load: Path, granularity: int, *, num_ranks: int = 1, num_steps: int = 0
 ) -> TinyRun:
-    options = LoadOptions(finetune=True, upcycles=granularity)
+    options = LoadOptions(finetune=True, first_weights=Upcycling(granularity))
     return ranks.run(run_tiny_on_a_rank, config, num_steps, load, None, options, num_ranks=num_ranks)[0]
 
 
@@ -145,7 +145,7 @@ def test_a_run_goes_on_without_the_flag(ranks: RankPool, tmp_path: Path) -> None
     _, config = models(1)
     ranks.run(run_tiny_on_a_rank, config, 1, None, tmp_path, num_ranks=1)
     (folder,) = tmp_path.glob("iter_*")
-    problem = upcycling_problem(folder, config.model, 1)
+    problem = Upcycling(1).problem_of(folder, config.model)
     assert problem is not None and "has these experts; drop it to go on" in problem
 
 
@@ -154,7 +154,7 @@ def test_the_width_of_another_models_mlps(ranks: RankPool, tmp_path: Path) -> No
     ranks.run(run_tiny_on_a_rank, dense, 1, None, tmp_path, num_ranks=1)
     (folder,) = tmp_path.glob("iter_*")
     width = dense.model.padded_ffn_hidden_size
-    problem = upcycling_problem(folder, config.model, 2)
+    problem = Upcycling(2).problem_of(folder, config.model)
     assert problem == (
         f"moe_use_upcycling: 2 × moe_ffn_hidden_size({width}) = {2 * width} is not ffn_hidden_size({width}) of "
         f"{folder}; give --moe-ffn-hidden-size {width // 2}"

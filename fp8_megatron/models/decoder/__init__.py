@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...config.model import ModelConfig
 from .checks import problems
-from .computed import changed_setting, computed_settings
+from .computed import arguments_without_setting, changed_setting, computed_settings, sizes
 from .costs import (
     attention_flops,
     backward_bytes,
@@ -21,6 +21,7 @@ from .table import (
     layer_orders,
     layer_shape,
     linear_weights,
+    matrices_name,
     matrix_axes,
     parameters,
     shared_axes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from ...config.model import ACTIVATIONS, ROTARY_KINDS, SETTINGS_WITHOUT_YARN, YARN_SETTINGS, ModelConfig
@@ -18,6 +19,24 @@ _MUP = (
     "mup_output_mult",
     "mup_base_head_dim",
     "mup_attn_scale_power",
+)
+#: As `Architecture.sizes`.
+sizes = ("num_layers", "hidden_size")
+#: As `Architecture.arguments_without_setting`.
+arguments_without_setting: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "apply_residual_connection_post_layernorm": (None, False),
+        "attention_output_gate": (None, False),
+        "enable_mhc_connections": (None, False),
+        "experimental_attention_variant": (None,),
+        "heterogeneous_layers_config_encoded_json": (None,),
+        "heterogeneous_layers_config_path": (None,),
+        "is_hybrid_model": (None, False),
+        "mtp_num_layers": (None, 0),
+        "multi_latent_attention": (None, False),
+        "no_rope_freq": (None,),
+        "qk_l2_norm": (None, False),
+    }
 )
 #: As `Architecture.computed_settings`. Given the shapes, the number of heads fixes the other widths of attention.
 computed_settings = (

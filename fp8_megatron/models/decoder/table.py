@@ -39,6 +39,7 @@ shared_axes: Mapping[str, int] = MappingProxyType(
 )
 #: A dense layer has one matrix a weight, and megatron-core's names are the keys.
 matrix_axes: Mapping[str, int | None] = MappingProxyType({})
+matrices_name = None
 stored_keys: Mapping[str, str] = MappingProxyType({})
 _NORM = ("layer_norm_weight", "layer_norm_bias")
 _WEIGHTS = ("weight", "bias")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ...config.model import ModelConfig, layers_with_experts
@@ -17,6 +18,15 @@ _OF_EXPERTS = (
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
     "moe_router_load_balancing_type",
+)
+sizes = (*decoder.sizes, "num_experts")
+#: As `Architecture.arguments_without_setting`.
+arguments_without_setting: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        **decoder.arguments_without_setting,
+        "moe_apply_probs_on_input": (None, False),
+        "moe_latent_size": (None,),
+    }
 )
 #: As `Architecture.computed_settings`.
 computed_settings = (*decoder.computed_settings, *_OF_EXPERTS)

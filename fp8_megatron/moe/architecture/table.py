@@ -38,6 +38,7 @@ matrix_axes: Mapping[str, int | None] = MappingProxyType(
         for name in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
     }
 )
+matrices_name = "experts"
 #: Every kind of megatron-core's experts saves them so: all of a layer in one tensor [experts, outputs, inputs].
 stored_keys: Mapping[str, str] = MappingProxyType(
     {f"{EXPERTS}experts.{key.removeprefix(EXPERTS)}": key for key in matrix_axes}
