@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -25,7 +25,7 @@ from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
 from ..mcore.transformer_config import rotary_table, transformer_config
 from ..models.keys import LAYERS, WORD_EMBEDDING, name_in_model
-from ..models.registry import layers_of_key
+from ..models.registry import architecture_of, hugging_face_of_json, layers_of_key
 from .hugging_face_folder import HuggingFaceWeights
 
 _CPU = torch.device("cpu")
@@ -48,8 +48,8 @@ def logits_of_weights(
     rows = {key: layers_of_key(model, key) for key in reader.shapes if key.startswith(LAYERS)}
     with runtime(_CPU), initialized(ParallelConfig(), 1, _CPU):
         num_rows, kinds = reader.shapes[WORD_EMBEDDING][0], _kinds_of_layers(model)
-        single = _single_layer(model, num_rows, kinds[0])
-        layers = {kind: _single_layer(model, num_rows, kind).decoder.layers[0] for kind in kinds[1:]}
+        single = _single_layer(kinds[0], num_rows)
+        layers = {kind: _single_layer(kind, num_rows).decoder.layers[0] for kind in {*kinds} - {kinds[0]}}
         layers[kinds[0]] = single.decoder.layers[0]
         params = dict(single.named_parameters())
         for key in reader.shapes.keys() - rows.keys():
@@ -60,7 +60,7 @@ def logits_of_weights(
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits = torch.empty(0)
         for layer in range(model.num_layers):
-            single.decoder.layers[0] = layers[_kind_of_layer(model, layer)]
+            single.decoder.layers[0] = layers[kinds[layer]]
             tensors = dict(single.named_parameters()) | dict(single.named_buffers())
             for key, own in rows.items():
                 if layer in own:
@@ -71,37 +71,15 @@ def logits_of_weights(
         return logits
 
 
-class _Kind(NamedTuple):
-    """Whether a layer has experts, and a window."""
-
-    has_experts: bool
-    has_window: bool
-
-
-def _kind_of_layer(model: ModelConfig, layer: int) -> _Kind:
-    return _Kind(layer in model.expert_layers, model.windows[layer] is not None)
+def _kinds_of_layers(model: ModelConfig) -> list[ModelConfig]:
+    """The model of each layer alone; layers that compute alike have equal ones."""
+    single_layer = architecture_of(model).single_layer
+    return [single_layer(model, layer) for layer in range(model.num_layers)]
 
 
-def _kinds_of_layers(model: ModelConfig) -> list[_Kind]:
-    """Each kind of layer that the model has."""
-    return sorted({_kind_of_layer(model, layer) for layer in range(model.num_layers)})
-
-
-def _single_layer(model: ModelConfig, num_rows: int, kind: _Kind) -> GPTModel:
-    own = replace(
-        model,
-        num_layers=1,
-        num_experts=model.num_experts if kind.has_experts else None,
-        moe_layer_freq="1",
-        window_size=model.window_size if kind.has_window else None,
-        window_attn_skip_freq=None,
-    )
-    # What a run sets for training alone would send tokens elsewhere, or nowhere.
-    config = Config(
-        model=replace(
-            own, moe_input_jitter_eps=None, moe_router_force_load_balancing=False, moe_expert_capacity_factor=None
-        )
-    )
+def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
+    """The model of one layer."""
+    config = Config(model=model)
     fp32 = replace(
         transformer_config(replace(config, precision=replace(config.precision, precision="bf16")), _CPU),
         bf16=False,
@@ -116,7 +94,7 @@ def _single_layer(model: ModelConfig, num_rows: int, kind: _Kind) -> GPTModel:
             [None],
             Attention("math", has_norms=model.qk_layernorm),
             model.activation,
-            have_experts=[kind.has_experts],
+            have_experts=[bool(model.expert_layers)],
         ),
         vocab_size=num_rows,
         **gpt_arguments(model),
@@ -149,13 +127,15 @@ def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], Non
         config.quantization_config = None
         del config.quantization_config
 
-        def single_layer(kind: _Kind) -> Any:
-            config.decoder_sparse_step, config.mlp_only_layers = 1, [] if kind.has_experts else [0]
+        def single_layer(layer: int) -> Any:
+            for name, value in names.settings_of_layer(weights.model, layer).items():
+                setattr(config, name, value)
             return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
-        kinds, stack = _kinds_of_layers(weights.model), weights.family.layers
-        single = single_layer(kinds[0])
-        layers = {kind: single_layer(kind).get_submodule(stack + "0") for kind in kinds[1:]}
+        names, kinds, stack = hugging_face_of_json(weights.json), _kinds_of_layers(weights.model), weights.family.layers
+        single = single_layer(0)
+        others = {kind: layer for layer, kind in enumerate(kinds) if kind != kinds[0]}
+        layers = {kind: single_layer(layer).get_submodule(stack + "0") for kind, layer in others.items()}
     except Exception as error:  # a setting that this project does not read can raise almost anything there
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
@@ -171,10 +151,9 @@ def logits_of_folder(folder: Path, tokens: Tensor, *, on_layer: Callable[[], Non
         module.register_forward_hook(lambda _, __, output: captured.append(_hidden(output)))
     logits = torch.empty(0)
     for layer in range(weights.model.num_layers):
-        kind = _kind_of_layer(weights.model, layer)
-        own = layers[kind]
+        own = layers[kinds[layer]]
         if has_layer_types:  # they choose the mask
-            single.config.layer_types = ["sliding_attention" if kind.has_window else "full_attention"]
+            single.config.layer_types = ["full_attention" if kinds[layer].window_size is None else "sliding_attention"]
         single.get_submodule(stack.removesuffix("."))[0] = own
         for name, param in own.named_parameters():
             param.copy_(weights.read_theirs(f"{stack}{layer}.{name}"))

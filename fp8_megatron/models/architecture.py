@@ -246,6 +246,9 @@ class Architecture(Protocol):
             finetune: allow another base and scaling of RoPE, YaRN too, for a longer context.
         """
 
+    def single_layer(self, model: ModelConfig, layer: int) -> ModelConfig:
+        """A model whose one layer computes what a layer of this one does, without what is set for training alone."""
+
     def problems(self, config: Config) -> Iterable[str]:
         """One line for each problem of the model's settings: what cannot work, the values, the fix."""
 

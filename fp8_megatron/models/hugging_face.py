@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config.model import ModelConfig
 from ..errors import CheckpointError
-from .hugging_face_values import Json
+from .hugging_face_values import Allowed, Json
 from .keys import LAYERS
 from .registry import holds_matrices, layers_of_key, num_matrices
 
@@ -109,6 +109,10 @@ class HuggingFace(Protocol):
     def families(self) -> Mapping[str, Family]:
         """The architectures of transformers that it reads and writes, by ``model_type``."""
 
+    @property
+    def reserved(self) -> Allowed:
+        """Settings that only a ``config.json`` of its families may have with other values than these."""
+
     def model_from_json(self, settings: Json) -> ModelConfig:
         """The model that a ``config.json`` describes; `seq_length` is its longest context.
 
@@ -128,6 +132,9 @@ class HuggingFace(Protocol):
 
     def json_from_model(self, model: ModelConfig, vocab_size: int, dtype: str) -> dict[str, Any]:
         """The ``config.json`` of a model whose `family_of` exists; `dtype` of the weights is torch's word."""
+
+    def settings_of_layer(self, model: ModelConfig, layer: int) -> Mapping[str, Any]:
+        """What a ``config.json`` of one layer says to make it the layer `layer` of this model, beside its windows."""
 
     def rules(self, model: ModelConfig, vocab_size: int, settings: Json | None = None) -> list[Rule]:
         """The rules of every weight, in the order of the forward pass.

@@ -11,6 +11,8 @@ from typing import Any
 from ..errors import CheckpointError
 
 Json = Mapping[str, Any]
+#: Settings, each with the values that are supported, and why no others are.
+Allowed = Mapping[str, tuple[tuple[Any, ...], str]]
 
 #: Largest width, number of layers and number of heads. Larger ones fit into no memory.
 MAX_WIDTH = 10_000_000
@@ -63,6 +65,13 @@ def truth(value: Any) -> str | None:
 def mapping(value: Any) -> str | None:
     """A check for an object of JSON: what else is expected, or None."""
     return None if isinstance(value, dict) else "expected an object"
+
+
+def not_allowed(settings: Json, only: Allowed) -> Iterator[str]:
+    """A line for each setting that has another value than the supported ones."""
+    for name, (allowed, reason) in only.items():
+        if name in settings and settings[name] not in allowed:
+            yield f"{name}({plain(settings[name])}) is not supported ({reason}); only {' or '.join(map(str, allowed))}"
 
 
 def wrong_types(settings: Json, checks: Sequence[tuple[str, Callable[[Any], str | None], bool]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from ..moe import architecture as moe
 from . import decoder
 from .architecture import Architecture, Stages
-from .hugging_face_values import shown
+from .hugging_face_values import not_allowed, refuse, shown
 from .keys import LAYERS, standard_key
 
 if TYPE_CHECKING:
@@ -93,11 +93,12 @@ def hugging_face_of_json(settings: Mapping[str, Any]) -> HuggingFace:
     """The names of the architecture that a ``config.json`` of Hugging Face describes.
 
     Raises:
-        CheckpointError: no architecture reads its ``model_type``.
+        CheckpointError: no architecture reads its ``model_type``, or it has a setting of another one's models.
     """
     kind, all_names = settings.get("model_type"), [each.hugging_face() for each in ARCHITECTURES]
     found = next((names for names in all_names if kind in [*names.families]), None)
     if found is None:
         readable = ", ".join(sorted(kind for names in all_names for kind in names.families))
         raise CheckpointError(f"config.json: model_type {shown(kind)} is not supported; convertible ones: {readable}")
+    refuse([line for names in all_names if names is not found for line in not_allowed(settings, names.reserved)])
     return found

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...config.model import ModelConfig
 from .checks import problems
-from .computed import arguments_without_setting, changed_setting, computed_settings, sizes
+from .computed import arguments_without_setting, changed_setting, computed_settings, single_layer, sizes
 from .costs import (
     attention_flops,
     backward_bytes,

@@ -70,6 +70,12 @@ _SCALES = (
 )
 
 
+def single_layer(model: ModelConfig, layer: int) -> ModelConfig:
+    """As `Architecture.single_layer`."""
+    window = None if model.windows[layer] is None else model.window_size
+    return replace(model, num_layers=1, window_size=window, window_attn_skip_freq=None)
+
+
 def changed_setting(saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool = False) -> str | None:
     """As `Architecture.changed_setting`."""
     passed = {*_unread(model), *(_SCALES if finetune else ())}

@@ -14,11 +14,12 @@ from ...config.model import ModelConfig
 from ..hugging_face import Family, Rule, first_without
 from ..hugging_face_values import (
     MAX_ROWS,
+    Allowed,
     Json,
     count,
     mapping,
+    not_allowed,
     number,
-    plain,
     refuse,
     rope_contradictions,
     shown,
@@ -31,6 +32,8 @@ from .hugging_face_rope import rope_of, scaling_json, scaling_of, scaling_proble
 from .hugging_face_rules import GPT2, GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, rules_of
 from .hugging_face_windows import layer_type_problems, windows_json, windows_of_json
 
+#: As `HuggingFace.reserved`: what is left is the decoder's.
+reserved: Allowed = {}
 #: As `HuggingFace.families`; a model is written as the first that computes the same.
 families = {family.model_type: family for family in (GPT2, LLAMA, QWEN3, MISTRAL, QWEN2)}
 #: Those that `model_from_json` reads: gpt-oss too, for `moe.architecture`.
@@ -40,23 +43,22 @@ _READ = {**families, GPT_OSS.model_type: GPT_OSS}
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _EXACT_GELUS = ("gelu", "gelu_python")
 
-_ALL: dict[str, tuple[tuple[Any, ...], str]] = {
+_ALL: Allowed = {
     "is_causal": ((True,), "a token attends to none after it"),
     "per_layer_config": ((None, {}), "all layers have the same settings"),
     "transformers_weights": ((None,), "weights are read from model.safetensors, or from its shards"),
 }
-_LIKE_LLAMA: dict[str, tuple[tuple[Any, ...], str]] = {
+_LIKE_LLAMA: Allowed = {
     **_ALL,
     "hidden_act": (("silu", "swish"), "the gated MLP is SwiGLU"),
     "partial_rotary_factor": ((None, 1, 1.0), "transformers' Llama rotates whole heads"),
-    "num_local_experts": ((None, 0, 1), "only dense MLPs are supported"),
 }
-_LIKE_QWEN: dict[str, tuple[tuple[Any, ...], str]] = {
+_LIKE_QWEN: Allowed = {
     "use_sliding_window": ((None, False), "attention sees the whole context"),
 }
 
 # Settings that change the computation: the supported values, and what other values would need.
-_ONLY: dict[Family, dict[str, tuple[tuple[Any, ...], str]]] = {
+_ONLY: dict[Family, Allowed] = {
     GPT2: {
         **_ALL,
         "activation_function": ((*_TANH_GELUS, *_EXACT_GELUS), "the MLP's activation is GELU"),
@@ -224,9 +226,7 @@ def token_ids_of_json(settings: Json) -> dict[str, Any]:
 
 
 def _problems(family: Family, settings: Json) -> Iterator[str]:
-    for name, (allowed, reason) in _ONLY[family].items():
-        if name in settings and settings[name] not in allowed:
-            yield f"{name}({plain(settings[name])}) is not supported ({reason}); only {' or '.join(map(str, allowed))}"
+    yield from not_allowed(settings, _ONLY[family])
     missing = [name for name, _, default in _SAME[family] if default is None and name not in settings]
     for name in missing:
         yield f"{name} is missing; complete the file"
@@ -413,6 +413,11 @@ def json_of_family(family: Family, model: ModelConfig, vocab_size: int, dtype: s
     if family in (QWEN2, QWEN3):
         return {**theirs, "use_sliding_window": False}
     return {**theirs, "mlp_bias": not model.disable_bias_linear}
+
+
+def settings_of_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
+    """As `HuggingFace.settings_of_layer`."""
+    return {}
 
 
 def rules(model: ModelConfig, vocab_size: int, settings: Json | None = None) -> list[Rule]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...config.model import ModelConfig
 from ...models.decoder.costs import attention_flops, table_bytes
 from .checks import problems
-from .computed import arguments_without_setting, changed_setting, computed_settings, sizes
+from .computed import arguments_without_setting, changed_setting, computed_settings, single_layer, sizes
 from .costs import backward_bytes, forward_beside, forward_bytes, kept_bytes, recomputed_bytes
 from .layouts import assumptions, cuts_mlps, layout_sizes, mlp_modules, other_matrices, why_no_rates
 from .table import (

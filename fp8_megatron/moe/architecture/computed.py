@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,18 @@ arguments_without_setting: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 #: As `Architecture.computed_settings`.
 computed_settings = (*decoder.computed_settings, *_OF_EXPERTS)
+
+
+def single_layer(model: ModelConfig, layer: int) -> ModelConfig:
+    """As `Architecture.single_layer`. What a run sets for training would send tokens elsewhere, or nowhere."""
+    return replace(
+        decoder.single_layer(model, layer),
+        num_experts=model.num_experts if layer in model.expert_layers else None,
+        moe_layer_freq="1",
+        moe_input_jitter_eps=None,
+        moe_router_force_load_balancing=False,
+        moe_expert_capacity_factor=None,
+    )
 
 
 def changed_setting(saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool = False) -> str | None:

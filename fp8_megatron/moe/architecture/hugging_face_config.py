@@ -30,13 +30,25 @@ from ...models.decoder.hugging_face_rules import (
 )
 from ...models.decoder.table import FC1, FC2
 from ...models.hugging_face import Family, Rule, first_without
-from ...models.hugging_face_values import Json, count, number, refuse, shown, truth, without_aliases, wrong_types
+from ...models.hugging_face_values import (
+    Allowed,
+    Json,
+    count,
+    number,
+    refuse,
+    shown,
+    truth,
+    without_aliases,
+    wrong_types,
+)
 from .hugging_face_gpt_oss import mixture_rules
 from .table import EXPERTS_FC1, EXPERTS_FC2, ROUTER, SHARED_FC1, SHARED_FC2, SHARED_GATE
 
 MIXTRAL, QWEN3_MOE, QWEN2_MOE = map(Family, ("mixtral", "qwen3_moe", "qwen2_moe"))
 #: As `HuggingFace.families`; a model is written as the first that computes the same.
 families = {family.model_type: family for family in (MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS)}
+#: As `HuggingFace.reserved`.
+reserved: Allowed = {"num_local_experts": ((None, 0, 1), "only dense MLPs are supported")}
 #: The dense family that each is outside its experts.
 _DENSE = {MIXTRAL: MISTRAL, QWEN3_MOE: QWEN3, QWEN2_MOE: QWEN2, GPT_OSS: GPT_OSS}
 _ARCHITECTURES = {
@@ -153,7 +165,7 @@ def _dense_settings(family: Family, settings: Json) -> dict[str, Any]:
     width = settings.get("head_dim", defaults.get("head_dim"))
     if width is None and isinstance(hidden, int) and isinstance(heads, int) and 0 < heads <= hidden:
         settings = {**settings, "head_dim": hidden // heads}
-    others = {name: value for name, value in settings.items() if name not in ("num_local_experts", "model_type")}
+    others = {name: value for name, value in settings.items() if name != "model_type"}
     return defaults | others
 
 
@@ -228,6 +240,11 @@ def json_from_model(model: ModelConfig, vocab_size: int, dtype: str) -> dict[str
         theirs["qkv_bias"] = True
         theirs["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
     return theirs
+
+
+def settings_of_layer(model: ModelConfig, layer: int) -> dict[str, Any]:
+    """As `HuggingFace.settings_of_layer`."""
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [] if layer in model.expert_layers else [0]}
 
 
 def rules(model: ModelConfig, vocab_size: int, settings: Json | None = None) -> list[Rule]:
