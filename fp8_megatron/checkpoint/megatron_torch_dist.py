@@ -95,7 +95,8 @@ class TorchDist(MegatronCheckpoint):
         return self._weights.read(name.key, name.layer)
 
     def _prefixes_of(self, kind: str) -> list[str]:
-        """What stands before a parameter's key in that of its state. Experts may have an optimizer of their own."""
+        """What stands before a parameter's key in that of its state. Matrices that ranks share may have an optimizer of
+        their own."""
         end = f"optimizer.state.{kind}."
         return list(dict.fromkeys(key[: key.index(end)] + end for key in self._reader.shapes if end in key))
 

@@ -1,8 +1,8 @@
 """Which ranks share a parameter: its replicas, its duplicates, and ranks that hold parts of its gradient.
 
 The core knows nothing else of a run's layout. Reduction, clipping, update and gather ask a parameter's space for
-its groups. Parameters of one model may have different groups: under expert parallelism experts have fewer replicas
-than the layers around them.
+its groups. Parameters of one model may have different groups: a weight whose matrices ranks share has fewer
+replicas than the layers around it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Sharing:
             own rows. None: this rank has whole weights.
         parts_with: ranks that each hold another part of the same matrices. None: this rank has whole matrices.
         grad_factor: mean over `replicas` times this factor = gradient of the batch's mean loss. It is replicas / batch
-            ranks for an expert that receives tokens from more ranks than replicate it.
+            ranks for a parameter that takes the tokens of more ranks than replicate it.
     """
 
     replicas: Replicas

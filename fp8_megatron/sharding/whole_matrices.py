@@ -24,7 +24,7 @@ from .replicas import Replicas
 
 #: Elements of a turn for each rank. A turn has room for two of the largest matrices for each at least.
 _TURN_NUMEL = 1 << 26
-#: [b, rows, columns] of a whole matrix; b is 1 but for the experts of a plain parameter.
+#: [b, rows, columns] of a whole matrix; b is 1 but for a plain parameter [M, N, K].
 Shape = tuple[int, int, int]
 
 

@@ -271,6 +271,13 @@ def test_settings_that_are_refused(name: str, settings: dict[str, Any], message:
         model_named(name, **settings)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_a_dense_family_has_no_experts(family: str) -> None:
+    assert hugging_face_of_json({"model_type": family, "num_local_experts": 1}).families[family].model_type == family
+    with pytest.raises(CheckpointError, match=r"num_local_experts\(8\) is not supported \(only dense MLPs are supp"):
+        hugging_face_of_json({"model_type": family, "num_local_experts": 8})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

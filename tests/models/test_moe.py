@@ -9,7 +9,17 @@ import pytest
 
 from fp8_megatron.checkpoint.placement import placement_of
 from fp8_megatron.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
-from fp8_megatron.models.registry import architecture_of, is_linear_weight, layers_of_key, weight_shapes
+from fp8_megatron.models.registry import (
+    architecture_of,
+    has_unlike_layers,
+    holds_matrices,
+    is_linear_weight,
+    key_of_stored,
+    layers_of_key,
+    num_matrices,
+    stored_names,
+    weight_shapes,
+)
 from fp8_megatron.planning.memory import parameters_by_class
 from fp8_megatron.reporting.flops import linear_params_per_layer
 from fp8_megatron.sharding.partition import StorageClass
@@ -72,6 +82,32 @@ def test_a_key_is_stacked_over_the_layers_that_have_it() -> None:
     assert dense.region.stacked[0] == (1, 2)
     norm = placement_of("decoder.layers.3.pre_mlp_layernorm.weight", Region((HIDDEN,)), MIXED)
     assert norm.region.stacked[0] == (3, 4)
+
+
+@pytest.mark.parametrize("model", [DENSE, MODEL, MIXED, replace(MODEL, disable_bias_linear=False)])
+def test_what_names_say_is_what_the_table_says(model: ModelConfig) -> None:
+    rows = architecture_of(model).parameters(model, 256)
+    assert num_matrices(model) == (model.num_experts or 0) and has_unlike_layers(model) == (model is MIXED)
+    for row in rows:
+        assert holds_matrices(row.key) == (row.matrices is not None), row.key
+        for index, layer in enumerate(row.layers_of(range(model.num_layers))):
+            names = stored_names(model, row.key, index)
+            stacked = [name.replace(f"layers.{layer}.", "layers.") for name in names] if model is MIXED else names
+            assert {key_of_stored(name) for name in stacked} == {row.key}
+            is_norm_of_experts = layer in model.expert_layers and "linear_fc1.layer_norm" in row.key
+            assert len(names) == (2 if is_norm_of_experts else 1)
+
+
+def test_a_layer_alone_has_the_parameters_of_that_layer() -> None:
+    training = {"moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.0}
+    model = replace(MIXED, **training, window_size="8,0", window_attn_skip_freq="[1,1,0,0]")  # type: ignore[arg-type]
+    for layer in range(model.num_layers):
+        alone = architecture_of(model).single_layer(model, layer)
+        rows = [row for row in architecture_of(model).parameters(model, 256) if row.layers_of([layer])]
+        own = [row for row in architecture_of(alone).parameters(alone, 256) if row.layers_of([0])]
+        assert [(row.key, row.shape) for row in own] == [(row.key, row.shape) for row in rows]
+        assert alone.num_layers == 1 and alone.windows == [model.windows[layer]]
+        assert alone.moe_input_jitter_eps is None and alone.moe_expert_capacity_factor is None
 
 
 @pytest.mark.parametrize(("model", "num_expert_layers"), [(MODEL, 4), (MIXED, 2)])

@@ -36,7 +36,7 @@ from .hugging_face_windows import layer_type_problems, windows_json, windows_of_
 reserved: Allowed = {}
 #: As `HuggingFace.families`; a model is written as the first that computes the same.
 families = {family.model_type: family for family in (GPT2, LLAMA, QWEN3, MISTRAL, QWEN2)}
-#: Those that `model_from_json` reads: gpt-oss too, for `moe.architecture`.
+#: Those that `model_from_json` reads: gpt-oss too, whose MLPs another architecture adds.
 _READ = {**families, GPT_OSS.model_type: GPT_OSS}
 
 #: Hugging Face's names of GELU: of its tanh form, and of the exact one. The first is written.
@@ -297,7 +297,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def reasons_against(family: Family, model: ModelConfig) -> list[str]:
-    """What of a model an architecture does not compute, beside experts."""
+    """What of a decoder a family does not compute."""
     return [text for stands, text in _against(family, model) if stands]
 
 

@@ -38,7 +38,7 @@ from .table import (
 
 GPT2 = Family("gpt2", layers="transformer.h.", prefix="transformer.", has_linear_modules=False)
 LLAMA, MISTRAL, QWEN2, QWEN3 = map(Family, ("llama", "mistral", "qwen2", "qwen3"))
-#: Outside its experts, which every layer has (`moe.architecture`).
+#: Outside its MLPs, which another architecture adds.
 GPT_OSS = Family("gpt_oss", has_linear_modules=False)
 
 
