@@ -15,6 +15,8 @@ from fp8_megatron.kernels.reference import decode
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 #: An expert without rows, with one row, with all but one row of a whole group, and one with most of them.
 COUNTS = ([37, 0, 1, 127, 300], [0, 0, 0, 0, 700], [128, 256, 128, 0, 0])
+#: Behind the last expert's.
+MORE_ROWS = 256
 #: Of an output in BF16, and of one in E4M3 with a power of two as the scale: half a unit in the last place.
 ROUNDING = {torch.bfloat16: 2.0**-8, E4M3: 2.0**-4}
 
@@ -104,6 +106,40 @@ def test_weight_gradients(device: str, counts: list[int], dtype: torch.dtype, ha
         out = before.to(device).clone()
         ops.grouped_wgrad_(out, *operands, adds=adds)
         assert_near(out.cpu(), exact + before.double() if adds else exact, ROUNDING[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_blocks", [False, True], ids=["tensors", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, E4M3], ids=str)
+def test_weight_gradients_of_many_tiles(dtype: torch.dtype, has_blocks: bool) -> None:
+    """Some 20 output tiles a multiprocessor, of 128 experts, a third of them without rows. All sums are exact, also
+    in Hopper's short accumulator: of -1, 0 and 1, with powers of two as scales. Behind the last expert all is NaN."""
+    generator = torch.Generator().manual_seed(0)
+    n, k = 512, 768
+    offsets = (128 * torch.randint(0, 3, (128,), generator=generator)).cumsum(0)
+    offsets = torch.cat([torch.zeros(1), offsets]).int().cuda()
+    end, rows = int(offsets[-1]), int(offsets[-1]) + MORE_ROWS
+    g, x = (torch.randint(-1, 2, (size, rows), generator=generator).float().cuda() for size in (n, k))
+    g[:, end:], x[:, end:] = torch.nan, torch.nan
+    shapes = [(rows // 128, n), (rows // 128, k)] if has_blocks else [(1,), (1,)]
+    scales = [2.0 ** torch.randint(-3, 4, shape, generator=generator).cuda() for shape in shapes]
+    operands = [g.to(E5M2), x.to(E4M3), *scales, offsets]
+    of_g, of_x = (wide(own.t(), 1) if has_blocks else own.double() for own in scales)
+    g, x = g * of_g, x * of_x
+    exact = torch.stack([g[:, start:stop] @ x[:, start:stop].t() for start, stop in pairwise(offsets.tolist())]).float()
+    if dtype is E4M3:
+        out, expected = (torch.full(exact.shape, 7.0, device="cuda").to(E4M3) for _ in range(2))
+        its_scales, expected_scales = torch.full((2, exact.numel() // 128), torch.nan, device="cuda")
+        ops.grouped_wgrad_to_fp8_(out, its_scales, *operands)
+        ops.quantize_blockwise_(exact, expected.view(-1), expected_scales)
+        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(its_scales, expected_scales)
+        return
+    before = torch.randint(-64, 65, exact.shape, generator=generator).to(dtype).cuda()
+    for adds in (False, True):
+        out = before.clone()
+        ops.grouped_wgrad_(out, *operands, adds=adds)
+        assert torch.equal(out, (exact + before.float() if adds else exact).to(dtype))
 
 
 def assert_near(actual: Tensor, exact: Tensor, rounding: float) -> None:
