@@ -38,7 +38,8 @@ from fp8_megatron.data.document_bounds import NUM_TOKENS
 from fp8_megatron.mcore.initialization import named_parameters_of_model
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
-from fp8_megatron.mcore.transformer_config import expert_settings, tell_yarn
+from fp8_megatron.mcore.transformer_config import tell_yarn
+from fp8_megatron.moe.megatron.parts import mixture_settings
 from fp8_megatron.training.batches import masked_mean_loss
 
 #: megatron-core's --fp8-recipe by the name of the run; None is BF16.
@@ -226,7 +227,7 @@ def _expert_settings(work: Work) -> dict[str, Any]:
     fuses = _has_te() and work.device.type == "cuda"
     pads = FP8_RECIPES[work.recipe] is not None
     return {
-        **expert_settings(work.config),
+        **mixture_settings(work.config),
         "moe_grouped_gemm": fuses,
         "moe_token_dispatcher_type": "alltoall",
         "moe_permute_fusion": fuses,

@@ -145,6 +145,11 @@ class ParallelConfig:
         return world_size // self.pipeline_model_parallel_size
 
     @property
+    def overlaps_micro_batches(self) -> bool:
+        """Whether a backward takes turns with the forward of the next micro-batch."""
+        return self.overlap_moe_expert_parallel_comm
+
+    @property
     def matrix_holders(self) -> int:
         """Ranks that share a weight [M, N, K], such as the experts of a layer: expert-tensor × expert."""
         return self.expert_tensor_size * self.expert_model_parallel_size

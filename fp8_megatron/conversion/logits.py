@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from ..assembly import parts_of
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.weights import WeightReader
 from ..config.schema import Config, ModelConfig, ParallelConfig
 from ..mcore.gpt import gpt_arguments, multiply_ends
 from ..mcore.layer_spec import Attention, block_submodules
+from ..mcore.mlp import mlp_spec
 from ..mcore.runtime import runtime
 from ..mcore.topology import initialized
 from ..mcore.transformer_config import rotary_table, transformer_config
@@ -80,8 +83,10 @@ def _kinds_of_layers(model: ModelConfig) -> list[ModelConfig]:
 def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
     """The model of one layer."""
     config = Config(model=model)
+    config = replace(config, precision=replace(config.precision, precision="bf16"))
+    parts = parts_of(config)
     fp32 = replace(
-        transformer_config(replace(config, precision=replace(config.precision, precision="bf16")), _CPU),
+        transformer_config(config, _CPU, parts.settings),
         bf16=False,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
@@ -93,8 +98,7 @@ def _single_layer(model: ModelConfig, num_rows: int) -> GPTModel:
             [None],
             [None],
             Attention("math", has_norms=model.qk_layernorm),
-            model.activation,
-            have_experts=[bool(model.expert_layers)],
+            [parts.mlps.get(0, partial(mlp_spec, activation=model.activation))],
         ),
         vocab_size=num_rows,
         **gpt_arguments(model),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..collectives.turns import Turns
-from ..moe.megatron.layer import Experts
-from ..moe.megatron.router import routers_of, update_expert_biases
 from ..sharding.data_parallel import DataParallelModule, finish_gradients
 from ..sharding.gradient import GradBuffer
+from .parts import ReportingPart
 
 
 class FP8DataParallel(_BaseDataParallel):
@@ -19,18 +20,18 @@ class FP8DataParallel(_BaseDataParallel):
 
     Attributes:
         data_parallel: does the work.
-        routers: of its layers with experts.
-        turns: of a forward and a backward, where its experts wait for an exchange.
+        reporting: its modules that report numbers of a step.
+        turns: of a forward and a backward, where its layers wait for an exchange.
     """
 
     def __init__(self, config: TransformerConfig, data_parallel: DataParallelModule) -> None:
         super().__init__(config=config, module=data_parallel.module)
         self.data_parallel = data_parallel
-        self.routers = routers_of(data_parallel.module)
-        self.turns = Turns()
-        for child in data_parallel.module.modules():
-            if isinstance(child, Experts):
-                child.turns = self.turns
+        self.turns, layers = Turns(), [*data_parallel.module.modules()]
+        self.reporting = [child for child in layers if isinstance(child, ReportingPart)]
+        for child in layers:
+            if isinstance(getattr(child, "turns", None), Turns):
+                child.turns = self.turns  # type: ignore[assignment]
 
     @property
     def grad_buffers(self) -> list[GradBuffer]:
@@ -39,8 +40,8 @@ class FP8DataParallel(_BaseDataParallel):
 
     def zero_grad_buffer(self, *, measures_underflow: bool = False, num_micro_batches: int | None = None) -> None:
         """Start a step: the next gradients overwrite the last step's."""
-        for router in self.routers:
-            router.start_step()
+        for part in self.reporting:
+            part.start_step()
         self.data_parallel.reset(measures_underflow=measures_underflow, num_micro_batches=num_micro_batches)
 
     def finish_grad_sync(self, *unused: Any, **unused_kwargs: Any) -> None:
@@ -56,11 +57,19 @@ class FP8DataParallel(_BaseDataParallel):
         self.data_parallel.wait_for_weights()
 
 
-def finalize_model_grads(model: list[FP8DataParallel], num_tokens: object = None, **unused: object) -> None:
+def finalize_model_grads(
+    model: list[FP8DataParallel],
+    num_tokens: object = None,
+    *,
+    then: Callable[[Sequence[torch.nn.Module]], None] | None = None,
+    **unused: object,
+) -> None:
     """Finish the gradients of this rank's model chunks, after the last backward of a step.
 
     Args:
         num_tokens: unused, like megatron-core's groups and ``force_all_reduce``; it is for losses per token.
+        then: called with the chunks' modules (`parts.Parts.after_gradients`).
     """
     finish_gradients([chunk.data_parallel for chunk in model])
-    update_expert_biases([router for chunk in model for router in chunk.routers])
+    if then is not None:
+        then([chunk.module for chunk in model])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from ..sharding.partition import RowSplit
 from .initialization import named_quantizers_of_model
 from .layer_spec import Attention, block_submodules, te_block_submodules
 from .lm_head import FP8OutputLayer
+from .mlp import mlp_spec
+from .parts import Parts
 from .topology import Topology
 from .transformer_config import RotaryTable, replaced_position_embedding, rotary_table, transformer_config
 
@@ -136,6 +139,7 @@ def build_model(
     topology: Topology,
     device: torch.device,
     new_recipe: Callable[[], Recipe],
+    parts: Parts,
     *,
     unpadded_vocab_size: int | None = None,
 ) -> list[ModelChunk]:
@@ -144,11 +148,13 @@ def build_model(
     Args:
         padded_vocab_size: a multiple of the tensor-parallel size.
         new_recipe: called once per chunk.
+        parts: what the model has beside a decoder's parts.
         unpadded_vocab_size: tokens of the vocabulary. The loss leaves later columns out. None: no padding.
     """
     builder = _ChunkBuilder(
         config,
-        transformer_config(config, device),
+        transformer_config(config, device, parts.settings),
+        parts,
         topology,
         device,
         padded_vocab_size,
@@ -173,12 +179,13 @@ class _ChunkBuilder:
 
     Attributes:
         settings: megatron-core's view of `config`.
-        padded_vocab_size, unpadded_vocab_size: see `build_model`.
+        parts, padded_vocab_size, unpadded_vocab_size: see `build_model`.
         table: RoPE's angles, for all chunks; None: there is no such table.
     """
 
     config: Config
     settings: TransformerConfig
+    parts: Parts
     topology: Topology
     device: torch.device
     padded_vocab_size: int
@@ -214,16 +221,15 @@ class _ChunkBuilder:
         config, model = self.config, self.config.model
         if self.is_te:
             return te_block_submodules(len(layers), qk_layernorm=model.qk_layernorm)
+        mlp = partial(mlp_spec, activation=model.activation, num_chunks=config.training.mlp_chunks_for_training)
         recipes = [recipe if config.is_fp8_layer(layer) else None for layer in layers]
         links = model_links([own is not None for own in recipes], num_kept_transposes=num_kept_transposes)
         return block_submodules(
             recipes,
             links,
             _attention(config),
-            model.activation,
+            [self.parts.mlps.get(layer, mlp) for layer in layers],
             defers_final_norm=config.has_fp8_lm_head,
-            mlp_chunks=config.training.mlp_chunks_for_training,
-            have_experts=[layer in model.expert_layers for layer in layers],
         )
 
     def _module(self, submodules: TransformerBlockSubmodules, vp_stage: int | None) -> MegatronGPT:

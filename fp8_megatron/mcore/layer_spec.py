@@ -10,28 +10,26 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from ..activation_functions import Activation
 from ..models.keys import NORM_KEYS
-from ..moe.megatron.layer import MixtureOfExperts
-from ..nn.links import LayerLinks, LinearLinks
+from ..nn.links import LayerLinks
 from ..quantization.early_cast import EarlyCast
 from ..quantization.recipe import Recipe
 from .attention import AttentionBackend, CoreAttention
-from .mlp import FP8MLP, ChunkedMLP, HalfMLP
+from .mlp import FP8MLP
 from .norm import BranchingNorm, DeferredNorm, HeadNorm, Norm
+from .parts import MLPPart
 from .self_attention import FP8CoreAttention, FP8SelfAttention, RotarySelfAttention
-from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
+from .tensor_parallel import column_spec, row_spec
 
 
 class Attention(NamedTuple):
@@ -52,82 +50,49 @@ class Attention(NamedTuple):
     context_wire: torch.dtype | None = None
 
 
-def layer_spec(
-    recipe: Recipe | None,
-    links: LayerLinks | None,
-    attention: Attention,
-    activation: Activation,
-    *,
-    mlp_chunks: int = 1,
-    has_experts: bool = False,
-) -> ModuleSpec:
+def layer_spec(recipe: Recipe | None, links: LayerLinks | None, attention: Attention, mlp: MLPPart) -> ModuleSpec:
     """One transformer layer. Linear layers are FP8 with `recipe`, or megatron-core's own in BF16 if it is None.
 
     Args:
         links: the layer's links; None in BF16.
-        activation: of the MLP.
-        mlp_chunks: chunks of a sequence that the MLP computes one after another.
-        has_experts: a mixture of experts is in the place of the MLP.
+        mlp: what it has behind attention.
     """
     if recipe is None or links is None:
         assert recipe is None and links is None, (recipe, links)
-        return _half_layer(attention, activation, mlp_chunks, has_experts)
-    return _fp8_layer(recipe, links, attention, activation, mlp_chunks, has_experts)
+        return _half_layer(attention, mlp)
+    return _fp8_layer(recipe, links, attention, mlp)
 
 
-def _half_layer(attention: Attention, activation: Activation, mlp_chunks: int, has_experts: bool) -> ModuleSpec:
+def _half_layer(attention: Attention, mlp: MLPPart) -> ModuleSpec:
     """A 16-bit layer."""
-    column, row = ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
-    submodules = MLPSubmodules(linear_fc1=column, linear_fc2=row)
-    mlp = _half_mlp(submodules, mlp_chunks)
-    if has_experts:
-        mlp = _experts(None, LayerLinks(), activation, submodules)
+    links = LayerLinks()
     return ModuleSpec(
         module=HalfTransformerLayer,
         submodules=_submodules(
             ModuleSpec(
                 module=RotarySelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
-                submodules=_attention(column, _core_attention(attention), row, _head_norm(attention)),
+                submodules=_attention(
+                    column_spec(None, links.qkv),
+                    _core_attention(attention),
+                    row_spec(None, links.proj),
+                    _head_norm(attention),
+                ),
             ),
-            mlp,
+            mlp(None, links),
             (Norm, Norm),
         ),
     )
 
 
-def _fp8_layer(
-    recipe: Recipe,
-    links: LayerLinks,
-    attention: Attention,
-    activation: Activation,
-    mlp_chunks: int,
-    has_experts: bool,
-) -> ModuleSpec:
+def _fp8_layer(recipe: Recipe, links: LayerLinks, attention: Attention, mlp: MLPPart) -> ModuleSpec:
     """A layer with FP8 linear layers."""
     core_attention = _core_attention(attention)
     if attention.is_fp8:
         core_attention = ModuleSpec(module=FP8CoreAttention, params={"recipe": recipe})
-
-    def column_of(own: LinearLinks) -> ModuleSpec:
-        return ModuleSpec(module=FP8ColumnParallelLinear, params={"recipe": recipe, "links": own})
-
-    def row_of(own: LinearLinks, **params: Any) -> ModuleSpec:
-        return ModuleSpec(module=FP8RowParallelLinear, params={"recipe": recipe, "links": own, **params})
-
     front = None if links.front is None else links.front.early_cast
-    mlp = ModuleSpec(
-        module=FP8MLP,
-        params={"activation": activation, "num_chunks": mlp_chunks},
-        submodules=MLPSubmodules(linear_fc1=column_of(links.fc1), linear_fc2=row_of(links.fc2)),
-    )
-    norm: type[Norm] = Norm
-    if has_experts:
-        norm = BranchingNorm
-        own = [LinearLinks(keeps_transpose=links.fc1.kept_transpose is not None) for _ in range(2)]
-        mlp = _experts(
-            recipe, links, activation, MLPSubmodules(linear_fc1=column_of(own[0]), linear_fc2=row_of(own[1]))
-        )
+    part = mlp(recipe, links)
+    norm = Norm if part.module is FP8MLP else BranchingNorm  # the MLP computes its norm itself
     return ModuleSpec(
         module=FP8TransformerLayer,
         params={"links": links},
@@ -137,13 +102,13 @@ def _fp8_layer(
                 params={"attn_mask_type": AttnMaskType.causal, "links": links},
                 # Core attention keeps its output for backward anyway, unless the projection's input is another.
                 submodules=_attention(
-                    column_of(links.qkv),
+                    column_spec(recipe, links.qkv),
                     core_attention,
-                    row_of(links.proj, keeps_input=not attention.exchanges_heads),
+                    row_spec(recipe, links.proj, keeps_input=not attention.exchanges_heads),
                     _head_norm(attention),
                 ),
             ),
-            mlp,
+            part,
             (_norm_before(front), _norm_before(links.proj.early_cast, norm)),
         ),
     )
@@ -158,21 +123,6 @@ def _core_attention(attention: Attention) -> ModuleSpec:
 def _head_norm(attention: Attention) -> type:
     """The norm of query and key."""
     return HeadNorm if attention.has_norms else IdentityOp
-
-
-def _half_mlp(submodules: MLPSubmodules, num_chunks: int) -> ModuleSpec:
-    """The MLP of a 16-bit layer."""
-    if num_chunks == 1:
-        return ModuleSpec(module=HalfMLP, submodules=submodules)
-    return ModuleSpec(module=ChunkedMLP, params={"num_chunks": num_chunks}, submodules=submodules)
-
-
-def _experts(
-    recipe: Recipe | None, links: LayerLinks, activation: Activation, shared_expert: MLPSubmodules
-) -> ModuleSpec:
-    """A mixture of experts; `shared_expert` are the projections of its shared expert, if the configuration has one."""
-    params = {"recipe": recipe, "activation": activation, "fc1": links.fc1, "fc2": links.fc2}
-    return ModuleSpec(module=MixtureOfExperts, params={**params, "shared_expert": shared_expert})
 
 
 def _norm_before(receiver: EarlyCast | None, norm: type[Norm] = Norm) -> ModuleSpec:
@@ -221,17 +171,15 @@ def block_submodules(
     layer_recipes: Sequence[Recipe | None],
     links: Sequence[LayerLinks | None],
     attention: Attention,
-    activation: Activation,
+    mlps: Sequence[MLPPart],
     *,
     defers_final_norm: bool = False,
-    mlp_chunks: int = 1,
-    have_experts: Sequence[bool],
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk, each with its own recipe and links, and the final norm.
 
     Args:
-        attention, activation, mlp_chunks: see `layer_spec`.
-        have_experts: of each layer, `layer_spec`'s ``has_experts``.
+        attention: see `layer_spec`.
+        mlps: of each layer, `layer_spec`'s ``mlp``.
         defers_final_norm: the LM head computes it (see `nn.lm_head`).
     """
     final_norm: ModuleSpec | type = Norm
@@ -241,8 +189,7 @@ def block_submodules(
         final_norm = ModuleSpec(module=DeferredNorm, params={"receiver": receiver})
     return TransformerBlockSubmodules(
         layer_specs=[
-            layer_spec(recipe, own, attention, activation, mlp_chunks=mlp_chunks, has_experts=has_experts)
-            for recipe, own, has_experts in zip(layer_recipes, links, have_experts, strict=True)
+            layer_spec(recipe, own, attention, mlp) for recipe, own, mlp in zip(layer_recipes, links, mlps, strict=True)
         ],
         layer_norm=final_norm,
     )
@@ -312,7 +259,7 @@ class FP8TransformerLayer(TransformerLayer):
 
 
 class HalfTransformerLayer(TransformerLayer):
-    """megatron-core's layer with our 16-bit MLP, or a mixture of experts. Its arguments are megatron-core's."""
+    """megatron-core's layer with our 16-bit MLP, or what stands in its place. Its arguments are megatron-core's."""
 
     def __init__(
         self,
@@ -325,8 +272,8 @@ class HalfTransformerLayer(TransformerLayer):
         own = replace(submodules, mlp=IdentityOp)
         super().__init__(config, own, *args, pg_collection=pg_collection, **kwargs)
         self.mlp = _built_mlp(submodules.mlp, config, pg_collection, self.layer_number)
-        # --recompute-modules mlp leaves experts alone; megatron-core knows them by a class of its own.
-        if isinstance(self.mlp, MixtureOfExperts):
+        # --recompute-modules mlp leaves what is no MLP alone.
+        if not isinstance(self.mlp, MLP):
             self.recompute_mlp = False
 
 
@@ -334,10 +281,5 @@ def _built_mlp(
     spec: ModuleSpec | type, config: TransformerConfig, groups: ProcessGroupCollection, layer_number: int
 ) -> torch.nn.Module:
     """What follows attention in a layer."""
-    assert isinstance(spec, ModuleSpec)
-    if spec.module is not MixtureOfExperts:
-        mlp: torch.nn.Module = build_module(spec, config=config, tp_group=groups.tp)
-        return mlp
-    mixture: MixtureOfExperts = build_module(spec, config=config, pg_collection=groups)
-    mixture.set_layer_number(layer_number)
-    return mixture
+    mlp: torch.nn.Module = build_module(spec, config=config, pg_collection=groups, layer_number=layer_number)
+    return mlp

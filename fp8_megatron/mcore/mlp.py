@@ -5,19 +5,53 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..activation_functions import Activation
 from ..nn.chunk_grads import in_chunks, rows_of_chunk
 from ..nn.chunked_mlp import fp8_norm_mlp_in_chunks
+from ..nn.links import LayerLinks
 from ..nn.mlp import fp8_norm_mlp
+from ..quantization.recipe import Recipe
 from .norm import Norm
-from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear
+from .tensor_parallel import FP8ColumnParallelLinear, FP8RowParallelLinear, column_spec, row_spec
 
 
-class FP8MLP(MLP):
+def mlp_spec(recipe: Recipe | None, links: LayerLinks, *, activation: Activation, num_chunks: int = 1) -> ModuleSpec:
+    """The MLP of a layer, a `parts.MLPPart`.
+
+    Args:
+        num_chunks: of a sequence, that are computed one after another; 1 computes it whole.
+    """
+    submodules = MLPSubmodules(linear_fc1=column_spec(recipe, links.fc1), linear_fc2=row_spec(recipe, links.fc2))
+    if recipe is not None:
+        params = {"activation": activation, "num_chunks": num_chunks}
+        return ModuleSpec(module=FP8MLP, params=params, submodules=submodules)
+    if num_chunks == 1:
+        return ModuleSpec(module=HalfMLP, submodules=submodules)
+    return ModuleSpec(module=ChunkedMLP, params={"num_chunks": num_chunks}, submodules=submodules)
+
+
+class _LayerMLP(MLP):
+    """megatron-core's MLP, built as `parts.MLPPart` says."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *,
+        pg_collection: ProcessGroupCollection,
+        layer_number: int,
+    ) -> None:
+        super().__init__(config, submodules, tp_group=pg_collection.tp)
+
+
+class FP8MLP(_LayerMLP):
     """megatron-core's MLP with `fp8_norm_mlp` inside; `linear_fc1` and `linear_fc2` hold the weights.
 
     Call `fuse_norm` before the first forward.
@@ -64,7 +98,7 @@ class FP8MLP(MLP):
         return reduce_from_tensor_model_parallel_region(output, group=self.tp_group), fc2.bias, residual
 
 
-class HalfMLP(MLP):
+class HalfMLP(_LayerMLP):
     """megatron-core's 16-bit MLP. It may be recomputed with a bias.
 
     An autograd function owns the tensors that it returns. If megatron-core's checkpoint returned the bias itself, the
@@ -77,7 +111,7 @@ class HalfMLP(MLP):
         return output, None if bias is None else bias.view_as(bias)
 
 
-class ChunkedMLP(MLP):
+class ChunkedMLP(_LayerMLP):
     """megatron-core's 16-bit MLP over chunks of tokens. Backward computes each chunk again.
 
     Args:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -152,8 +151,6 @@ def runtime(device: torch.device) -> Iterator[None]:
             (mcore_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
             (mcore_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
             (mcore_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-            # A tensor of the device that was the first to compute; later ones copy to it.
-            (MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement)

@@ -21,7 +21,7 @@ from .data_parallel import FP8DataParallel
 
 def forward_backward_func(parallel: ParallelConfig, *, forward_only: bool) -> Callable[..., list[Any]]:
     """megatron-core's schedule, or `overlapped` with its arguments."""
-    overlaps = parallel.overlap_moe_expert_parallel_comm and not forward_only
+    overlaps = parallel.overlaps_micro_batches and not forward_only
     schedule: Callable[..., list[Any]] = overlapped if overlaps else get_forward_backward_func()
     return schedule
 
@@ -36,9 +36,9 @@ def overlapped(
 ) -> list[Any]:
     """megatron-core's schedule of one stage, but a backward takes turns with the next micro-batch's forward.
 
-    Forwards keep their order, and so do backwards: gradients are added, random numbers drawn and routers' numbers
-    counted in the order of a schedule without overlap, and have its bits. Neither reads what the other changes:
-    gradients, early casts and kept transposes are backwards', residual branches, routers' numbers and random states
+    Forwards keep their order, and so do backwards: gradients are added, random numbers drawn and numbers of
+    a step counted in the order of a schedule without overlap, and have its bits. Neither reads what the other changes:
+    gradients, early casts and kept transposes are backwards', residual branches, numbers of a step and random states
     forwards', and amaxes are maxima.
     """
     (chunk,) = model

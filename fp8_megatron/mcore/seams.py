@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -18,8 +19,10 @@ from ..errors import UserError
 #: The versions that have all of it, as pyproject.toml has them.
 REQUIREMENT = "megatron-core>=0.16.1,<0.20"
 
-#: module of megatron-core → name → arguments that are given, or taken by a method that replaces it.
-_NEEDED = {
+#: Module of megatron-core → name → arguments that are given, or taken by a method that replaces it.
+Needed = Mapping[str, Mapping[str, str]]
+
+NEEDED: Needed = {
     "datasets.blended_dataset": {"BlendedDataset._build_indices": ""},
     "datasets.gpt_dataset": {"GPTDataset._build_document_sample_shuffle_indices": ""},
     "distributed.data_parallel_base": {"_BaseDataParallel": "config module"},
@@ -60,21 +63,6 @@ _NEEDED = {
         "SelfAttention._checkpointed_attention_forward": "query key value attention_mask attn_mask_type",
     },
     "transformer.mlp": {"MLP": "submodules ffn_hidden_size tp_group"},
-    "transformer.moe.moe_utils": {"MoEAuxLossAutoScaler": "", "z_loss_func": "logits z_loss_coeff"},
-    "transformer.moe.router": {
-        "TopKRouter._apply_aux_loss": "probs scores_for_aux_loss routing_map",
-        "TopKRouter._apply_global_aux_loss": "probs scores_for_aux_loss routing_map",
-        "TopKRouter._apply_seq_aux_loss": "probs scores_for_aux_loss routing_map seq_length bsz",
-        "TopKRouter.is_aux_loss_enabled": "",
-        "TopKRouter._maintain_float32_expert_bias": "",
-        "TopKRouter.apply_input_jitter": "input",
-        "TopKRouter.apply_z_loss": "logits",
-        "TopKRouter.attach_and_log_load_balancing_loss": "activation aux_loss_coeff aux_loss aux_loss_name",
-        "TopKRouter.get_aux_loss_coeff": "aux_loss_type",
-        "TopKRouter.reset_global_aux_loss_tracker": "",
-        "TopKRouter.routing": "logits",
-        "TopKRouter.sinkhorn_load_balancing": "logits",
-    },
     "transformer.transformer_block": {
         "TransformerBlockSubmodules": "layer_specs layer_norm",
         "get_num_layers_to_build": "config vp_stage pp_rank",
@@ -90,13 +78,16 @@ _NEEDED = {
 }
 
 
-def check() -> None:
+def check(needed: Needed = NEEDED) -> None:
     """Look for everything that is needed.
+
+    Args:
+        needed: of a kind of model, beside what every model needs.
 
     Raises:
         UserError: names the installed version and what it lacks.
     """
-    for module, names in _NEEDED.items():
+    for module, names in needed.items():
         for name, arguments in names.items():
             lacking = _lacking(f"megatron.core.{module}", name, arguments)
             if lacking is not None:

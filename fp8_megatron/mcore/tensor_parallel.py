@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -115,7 +116,7 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
         super().__init__(*args, recipe=recipe, links=links, **kwargs)
         self.keeps_input = keeps_input
         is_shared = self.tp_group.size() > 1
-        scatters = bool(self.sequence_parallel) and is_shared and not self.explicit_expert_comm
+        scatters = bool(self.sequence_parallel) and is_shared
         self.parallelism = SequenceRow(self.tp_group) if scatters else LOCAL
         #: Whether the output of this layer's function is final, not a summand.
         self.output_is_whole = scatters or not is_shared
@@ -144,6 +145,21 @@ class FP8RowParallelLinear(_FP8Weight, RowParallelLinear):
         branch = self.links.residual
         addend = branch.take() if branch is not None and self.adds_residual else None
         return fp8_linear(input, self._params(weight, bias), keeps_input=self.keeps_input, addend=addend)
+
+
+def column_spec(recipe: Recipe | None, links: LinearLinks) -> ModuleSpec:
+    """A column-parallel layer with FP8 weights, or with `recipe` None megatron-core's in 16 bits."""
+    if recipe is None:
+        return ModuleSpec(module=ColumnParallelLinear)
+    return ModuleSpec(module=FP8ColumnParallelLinear, params={"recipe": recipe, "links": links})
+
+
+def row_spec(recipe: Recipe | None, links: LinearLinks, *, keeps_input: bool = False) -> ModuleSpec:
+    """As `column_spec`, of a row-parallel layer; `keeps_input` as `FP8RowParallelLinear` takes it."""
+    if recipe is None:
+        return ModuleSpec(module=RowParallelLinear)
+    params = {"recipe": recipe, "links": links, "keeps_input": keeps_input}
+    return ModuleSpec(module=FP8RowParallelLinear, params=params)
 
 
 def column_parallelism(layer: ColumnParallelLinear) -> Local:

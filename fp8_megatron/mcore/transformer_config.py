@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -126,8 +127,14 @@ def tell_yarn(settings: TransformerConfig, model: ModelConfig) -> None:
         setattr(settings, name if name.startswith("yarn_") else f"yarn_{name}", getattr(model, name))
 
 
-def transformer_config(config: Config, device: torch.device) -> TransformerConfig:
-    """megatron-core's view of the configuration."""
+def transformer_config(
+    config: Config, device: torch.device, further: Mapping[str, Any] = MappingProxyType({})
+) -> TransformerConfig:
+    """megatron-core's view of the configuration.
+
+    Args:
+        further: settings of the model's kind (`parts.Parts.settings`).
+    """
     model, training = config.model, config.training
     # The meta device stands for a GPU whose memory is counted (`training.rank_build`).
     on_gpu = device.type != "cpu"
@@ -144,7 +151,6 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         **_windows(model),
         softmax_type=model.softmax_type,
         softmax_scale=model.softmax_scale,
-        **expert_settings(config),
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.is_gated,
@@ -176,6 +182,7 @@ def transformer_config(config: Config, device: torch.device) -> TransformerConfi
         recompute_num_layers=training.recompute_num_layers,
         recompute_modules=_recomputed_modules(config),
         **_te_settings(config),
+        **further,
     )
     tell_yarn(settings, model)
     return settings
@@ -216,10 +223,8 @@ def _dtypes(config: Config) -> dict[str, Any]:
 
 def _recomputed_modules(config: Config) -> list[str]:
     """megatron-core's parts to recompute. It recomputes norms only of Transformer Engine's layers, and no MLPs in
-    chunks, which do so themselves. FP8 experts recompute their activation anyway."""
+    chunks, which do so themselves."""
     ours = set() if config.precision.precision == "te" else {"layernorm"}
-    if config.precision.is_fp8:
-        ours.add("moe_act")
     if config.training.mlp_chunks_for_training > 1:
         ours.add("mlp")
     return [module for module in config.training.recomputed_modules if module not in ours]
@@ -231,47 +236,6 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
         return {}
     pattern = None if model.window_attn_skip_freq is None else layer_pattern(model.window_attn_skip_freq)
     return {"window_size": window_sizes(model.window_size), "window_attn_skip_freq": pattern}
-
-
-def expert_settings(config: Config) -> dict[str, Any]:
-    """megatron-core's settings of experts and their router."""
-    model, parallel = config.model, config.parallel
-    if model.num_experts is None:
-        return {}
-    same = (
-        "moe_shared_expert_intermediate_size",
-        "moe_shared_expert_gate",
-        "moe_router_topk",
-        "moe_router_score_function",
-        "moe_router_pre_softmax",
-        "moe_router_num_groups",
-        "moe_router_group_topk",
-        "moe_router_topk_scaling_factor",
-        "moe_router_dtype",
-        "moe_router_enable_expert_bias",
-        "moe_router_bias_update_rate",
-        "moe_router_force_load_balancing",
-        "moe_z_loss_coeff",
-        "moe_expert_capacity_factor",
-        "moe_token_drop_policy",
-        "moe_input_jitter_eps",
-    )
-    losses = model.balancing_losses or {"none": 0.0}
-    has_experts = [int(layer in model.expert_layers) for layer in range(model.num_layers)]
-    return {
-        "num_moe_experts": model.num_experts,
-        "moe_grouped_gemm": True,
-        "moe_layer_freq": has_experts,
-        "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
-        # A list of one loss is what its name alone is.
-        "moe_router_load_balancing_type": list(losses) if len(losses) > 1 else next(iter(losses)),
-        "moe_aux_loss_coeff": list(losses.values()) if len(losses) > 1 else next(iter(losses.values())),
-        **{name: getattr(model, name) for name in same},
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_size,
-        "moe_token_dispatcher_type": "allgather" if parallel.gathers_tokens else "alltoall",
-        "moe_per_layer_logging": config.logging.moe_per_layer_logging,
-    }
 
 
 def _layer_types(layout: PipelineLayout) -> list[list[LayerType]]:

@@ -58,8 +58,8 @@ class RouterTable:
         return RouterReport(self, [row[: self.num_experts] for row in rows], means)
 
 
-def router_table(config: Config, *, num_sequences: int, num_ranks: int) -> RouterTable | None:
-    """What the routers of all ranks report; None without experts.
+def router_table(config: Config, *, num_sequences: int, num_ranks: int) -> RouterTable:
+    """What the routers of all ranks report.
 
     A balancing loss is one mean over the ranks that share a sequence, or over all ranks if it is that of the global
     batch. The z-loss and what is dropped are means on each rank.
@@ -69,8 +69,7 @@ def router_table(config: Config, *, num_sequences: int, num_ranks: int) -> Route
         num_ranks: of a pipeline stage.
     """
     model, logging = config.model, config.logging
-    if model.num_experts is None:
-        return None
+    assert model.num_experts is not None
     means = {"global_load_balancing_loss": 1, "z_loss": num_ranks, DROPPED: num_ranks}
     names = reported_means(model.balancing_losses, model.moe_z_loss_coeff, model.moe_expert_capacity_factor)
     return RouterTable(

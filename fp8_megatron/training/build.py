@@ -12,17 +12,16 @@ from itertools import chain
 
 import torch
 
-from ..checkpoint.loading import FirstWeights
+from ..assembly import parts_of
 from ..checkpoint.run_state import Resumable
-from ..config.schema import CheckpointConfig, Config, PrecisionConfig
+from ..config.schema import Config, PrecisionConfig
 from ..dtypes import StorageDtype
 from ..mcore.data_parallel import FP8DataParallel, finalize_model_grads
 from ..mcore.gpt import ModelChunk, build_model
 from ..mcore.initialization import initial_values, named_parameters_of_model
+from ..mcore.parts import Parts
 from ..mcore.topology import Topology, is_embedding_or_output, is_linear_weight, row_split_of
 from ..models.keys import EMBEDDING_KEYS
-from ..moe.router_report import TOKENS_FILE, router_table
-from ..moe.upcycling import Upcycling
 from ..optimizer.distributed_optimizer import FP8DistributedOptimizer
 from ..optimizer.loss_scale import LossScale
 from ..planning.memory import model_storage, optimizer_settings
@@ -38,9 +37,6 @@ from ..update_rules import RULES, Rate, width_power
 from ..watch.replica_hash import ReplicaCheck
 from .cast_sampling import CastSampler
 from .schedule import RunSchedule
-
-#: What parts of layers may write, of any run.
-LAYER_FILES = (TOKENS_FILE,)
 
 
 @dataclass(frozen=True)
@@ -89,6 +85,7 @@ class TrainableModel:
     model: list[FP8DataParallel]
     staging: StagingPools
     optimizer: FP8DistributedOptimizer
+    parts: Parts
 
 
 def build_trainable_model(
@@ -108,8 +105,9 @@ def build_trainable_model(
         unpadded_vocab_size: see `build_model`.
     """
     new_recipe = partial(build_recipe, config.precision, has_probes=config.logging.fp8_health_interval > 0)
+    parts = parts_of(config)
     chunks = build_model(
-        config, padded_vocab_size, topology, device, new_recipe, unpadded_vocab_size=unpadded_vocab_size
+        config, padded_vocab_size, topology, device, new_recipe, parts, unpadded_vocab_size=unpadded_vocab_size
     )
     is_trained = not config.training.skip_train
     storage = model_storage(config.precision, num_micro_batches, is_trained=is_trained)
@@ -131,7 +129,7 @@ def build_trainable_model(
         for chunk, params in zip(chunks, named, strict=True)
     ]
     model = [FP8DataParallel(module.module.config, module) for module in replicated]
-    chunks[0].module.config.finalize_model_grads_func = finalize_model_grads
+    chunks[0].module.config.finalize_model_grads_func = partial(finalize_model_grads, then=parts.after_gradients)
     optimizer = FP8DistributedOptimizer(
         replicated,
         optimizer_settings(config.optimizer),
@@ -154,7 +152,7 @@ def build_trainable_model(
         vocab_size=unpadded_vocab_size,
     )
     optimizer.load_weights(chain.from_iterable(map(draw, named)))
-    return TrainableModel(chunks, model, staging, optimizer)
+    return TrainableModel(chunks, model, staging, optimizer, parts)
 
 
 def build_training_state(
@@ -191,11 +189,7 @@ def build_training_state(
         num_micro_batches=num_micro_batches,
         padded_vocab_size=padded_vocab_size,
         sampler=sampler,
-        layer_table=router_table(
-            config,
-            num_sequences=topology.dp.size(),
-            num_ranks=topology.dp.size() * topology.cp.size() * topology.tp.size(),
-        ),
+        layer_table=None if built.parts.layer_table is None else built.parts.layer_table(topology),
     )
 
 
@@ -233,11 +227,6 @@ def build_exchange(config: Config) -> Exchange:
         overlaps_reduce=parallel.overlap_grad_reduce,
         overlaps_gather=parallel.overlap_param_gather,
     )
-
-
-def first_weights(checkpoint: CheckpointConfig) -> FirstWeights | None:
-    """What makes a run's first weights of another model's checkpoint; None: they are in the checkpoint."""
-    return None if checkpoint.upcycles is None else Upcycling(checkpoint.upcycles)
 
 
 def rate_of(config: Config, name: str, param: torch.nn.Parameter) -> Rate:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..assembly import parts_of
 from ..checkpoint.description import read_description
 from ..checkpoint.files import CONFIG, META, CheckpointError, candidates, iteration_folder, named_checkpoint
 from ..checkpoint.loading import read_weights
@@ -91,7 +92,9 @@ def generate_text(
 @torch.no_grad()
 def _load_model(config: Config, folder: Path, topology: Topology, device: torch.device) -> torch.nn.Module:
     padded_vocab_size = read_description(folder)["padded_vocab_size"]
-    (chunk,) = build_model(config, padded_vocab_size, topology, device, partial(build_recipe, config.precision))
+    (chunk,) = build_model(
+        config, padded_vocab_size, topology, device, partial(build_recipe, config.precision), parts_of(config)
+    )
     held = {**named_parameters_of_model(chunk.module), **named_buffers_of_model(chunk.module)}
     placements = {name: placement_of(name, topology.region_of(own), config.model) for name, own in held.items()}
     for name, value in read_weights(folder, placements):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..assembly import LAYER_FILES
 from ..checkpoint.run_state import Progress
 from ..config.io import config_text, format_changes
 from ..config.learning_rate import schedule_notes
@@ -25,7 +26,7 @@ from ..reporting.plot import plot_losses
 from ..reporting.report import Output, write_report
 from ..reporting.run_log import EventKind, event
 from ..watch.restarts import Launch
-from .build import LAYER_FILES, TrainingState, measured_storage, slot_names_of_ranks
+from .build import TrainingState, measured_storage, slot_names_of_ranks
 from .loss_spikes import Spike, SpikeGuard
 from .run_start import Session
 from .step_results import StepResult

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from ..assembly import first_weights
 from ..checkpoint import run_lock
 from ..checkpoint.files import (
     CheckpointError,
@@ -45,7 +46,6 @@ from ..planning.activations import predict_host_bytes
 from ..planning.memory import predict_checkpoint_bytes, predict_memory
 from ..reporting.run_log import RunLog
 from ..watch.failures import RankWatch
-from .build import first_weights
 from .graph_choice import GraphChoice
 from .stopping import SignalHandler
 

@@ -259,13 +259,11 @@ def _autoscaling(state: TrainingState) -> Tensor | None:
 
 
 def _routed(state: TrainingState) -> Tensor | None:
-    """FP32: what this rank's routers report of the step; None without any."""
+    """FP32: what this rank's layers report of the step; None if they report nothing."""
     if state.layer_table is None:
         return None
-    own = [router for chunk in state.model for router in chunk.routers]
-    return state.layer_table.pack(
-        {router.layer_number - 1: (router.load, router.means) for router in own}, state.device
-    )
+    own = [part for chunk in state.model for part in chunk.reporting]
+    return state.layer_table.pack({part.layer_number - 1: part.numbers() for part in own}, state.device)
 
 
 def _statistics(state: TrainingState, has_updates: bool) -> dict[str, Tensor]:

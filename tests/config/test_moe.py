@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8_megatron.assembly import parts_of
 from fp8_megatron.config.checks import ConfigError, check_config, cuda_graph_problems
 from fp8_megatron.config.io import parse_command_line, parse_config
 from fp8_megatron.config.learning_rate import schedule_notes
@@ -41,7 +42,7 @@ def test_megatron_core_has_the_same_experts() -> None:
         "--moe-aux-loss-coeff 1e-4 1e-2 --moe-z-loss-coeff 1e-3 --moe-shared-expert-intermediate-size 64"
     )
     check_config(config, 1)
-    settings = transformer_config(config, torch.device("cpu"))
+    settings = transformer_config(config, torch.device("cpu"), parts_of(config).settings)
     assert (settings.num_moe_experts, settings.moe_layer_freq, settings.moe_ffn_hidden_size) == (8, [0, 1, 1, 1], 128)
     assert (settings.moe_router_topk, settings.moe_router_score_function) == (4, "sigmoid")
     assert settings.moe_router_enable_expert_bias and settings.moe_router_dtype == "fp32"
@@ -63,8 +64,9 @@ def test_megatron_core_has_the_same_experts() -> None:
     ],
 )
 def test_one_loss_is_no_list(flags: str, kind: str, factor: float) -> None:
-    check_config(config_of(flags), 1)
-    settings = transformer_config(config_of(flags), torch.device("cpu"))
+    config = config_of(flags)
+    check_config(config, 1)
+    settings = transformer_config(config, torch.device("cpu"), parts_of(config).settings)
     assert (settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff) == (kind, factor)
     assert settings.moe_ffn_hidden_size == 512
 
@@ -229,7 +231,7 @@ def test_tokens_sent_to_their_experts_alone_are_not_recorded(kind: str, size: in
     """With one part of experts every rank needs all tokens."""
     config = config_of(f"--expert-model-parallel-size {size} --moe-token-dispatcher-type {kind}")
     gathers = kind == "allgather" or size == 1
-    dispatcher = transformer_config(config, torch.device("cpu")).moe_token_dispatcher_type
+    dispatcher = transformer_config(config, torch.device("cpu"), parts_of(config).settings).moe_token_dispatcher_type
     assert dispatcher == ("allgather" if gathers else "alltoall")
     said = f"cuda_graph_impl(auto) cannot record moe_token_dispatcher_type({kind}), where the host waits for the"
     assert [problem.startswith(said) for problem in cuda_graph_problems(config)] == [True] * (not gathers)

@@ -34,6 +34,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 
+from fp8_megatron.assembly import parts_of
 from fp8_megatron.config.precision import PrecisionConfig
 from fp8_megatron.config.schema import Config, OptimizerConfig, ParallelConfig
 from fp8_megatron.mcore.runtime import runtime, seed_everything
@@ -140,7 +141,7 @@ def main(style: str, folder: str) -> None:
     config, device, root = config_of(style), torch.device("cpu"), Path(folder)
     _let_a_cpu_pass()
     with runtime(device), initialized(config.parallel, config.model.num_layers, device):
-        settings = transformer_config(config, device)
+        settings = transformer_config(config, device, parts_of(config).settings)
         settings.bf16, settings.params_dtype = True, torch.bfloat16
         seed_everything(0, device, tensor_parallel_rank=0, pipeline_rank=0)
         module = GPTModel(

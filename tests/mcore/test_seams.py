@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import fp8_megatron
 from fp8_megatron.errors import UserError
 from fp8_megatron.mcore import seams
+from fp8_megatron.moe import megatron as mixture
 
 
 def test_a_missing_name_is_one_line_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +40,8 @@ def test_the_fix_is_what_the_package_requires() -> None:
 
 
 def test_every_private_name_that_is_imported_is_looked_for() -> None:
-    listed = {(module, name.split(".")[0]) for module, names in seams._NEEDED.items() for name in names}
+    needed = [*seams.NEEDED.items(), *mixture.NEEDED.items()]
+    listed = {(module, name.split(".")[0]) for module, names in needed for name in names}
     found = {
         (node.module.removeprefix("megatron.core."), alias.name)
         for path in Path(fp8_megatron.__file__).parent.rglob("*.py")

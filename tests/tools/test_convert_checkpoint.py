@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file, save_file
 
+from fp8_megatron.assembly import parts_of
 from fp8_megatron.checkpoint.saved_run import SavedRun
 from fp8_megatron.checkpoint.weights import TorchDistWeights, places
 from fp8_megatron.commands import convert_checkpoint
@@ -59,7 +60,7 @@ SCRIPT = Path(__file__).with_name("save_with_megatron.py")
 
 def stock_model(config: Config) -> GPTModel:
     """megatron-core's own layers, the vocabulary unpadded."""
-    model, settings = config.model, transformer_config(config, CPU)
+    model, settings = config.model, transformer_config(config, CPU, parts_of(config).settings)
     assert model.vocab_size is not None
     return GPTModel(
         settings,
@@ -301,7 +302,9 @@ def test_trained_o3_leaves_and_agrees_within_fp8s_error(
 def _logits_at_o3(config: Config, weights: TorchDistWeights, tokens: Tensor) -> Tensor:
     with runtime(CPU), initialized(config.parallel, config.model.num_layers, CPU) as topology:
         vocab_size = weights.shapes["embedding.word_embeddings.weight"][0]
-        (chunk,) = build_model(config, vocab_size, topology, CPU, lambda: build_recipe(config.precision))
+        (chunk,) = build_model(
+            config, vocab_size, topology, CPU, lambda: build_recipe(config.precision), parts_of(config)
+        )
         params = named_parameters_of_model(chunk.module)
         for key, layer, _ in places(weights.shapes):
             params[name_in_model(key, layer)].copy_(weights.read(key, layer))

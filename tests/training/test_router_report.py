@@ -10,6 +10,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from fp8_megatron.assembly import parts_of
 from fp8_megatron.config.io import parse_config
 from fp8_megatron.mcore.runtime import runtime, seed_everything
 from fp8_megatron.mcore.topology import initialized
@@ -125,10 +126,12 @@ def test_losses_and_loads_of_one_layer() -> None:
     config = parse_config(tiny_flags(Path("unused"), **{**FLAGS, "num_layers": 1}))
     with runtime(CPU), initialized(config.parallel, 1, CPU):
         seed_everything(1, CPU, tensor_parallel_rank=0, pipeline_rank=0)
-        router = Router(transformer_config(config, CPU), ProcessGroupCollection.use_mpu_process_groups())
+        router = Router(
+            transformer_config(config, CPU, parts_of(config).settings), ProcessGroupCollection.use_mpu_process_groups()
+        )
         router.set_layer_number(1)
         table = router_table(config, num_sequences=1, num_ranks=1)
-        assert table is not None and tuple(table.means) == router.mean_names
+        assert tuple(table.means) == router.mean_names
         x = torch.rand(SEQ, 2, 64).bfloat16()
         torch.nn.init.normal_(router.weight)
         router(x)

@@ -223,7 +223,7 @@ def test_routers_report_the_same_through_a_recording(recorder: PlayedRecorder) -
             graph = train_step.step_graph(state, GraphChoice(True, ""), recorder) if graphed else None
             batches, reports, addresses = data.train_loader(0), [], set()
             for _ in range(6):
-                addresses.update(router.means.data_ptr() for chunk in state.model for router in chunk.routers)
+                addresses.update(part.numbers()[1].data_ptr() for chunk in state.model for part in chunk.reporting)
                 reports.append(train_step.train_step(state, batches, graph=graph)[-state.layer_table.numel :])
             assert len(addresses) == config.model.num_layers
             runs.append(torch.stack(reports))

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -18,9 +19,9 @@ from ...activation_functions import Activation
 from ...collectives.turns import Turns
 from ...device.group import Group
 from ...dtypes import E4M3
-from ...mcore.tensor_parallel import FallsBack, as_scaled
+from ...mcore.tensor_parallel import FallsBack, as_scaled, column_spec, row_spec
 from ...nn.gemms import LinearParams
-from ...nn.links import LinearLinks
+from ...nn.links import LayerLinks, LinearLinks
 from ...nn.parallelism import LOCAL, Local
 from ...quantization.recipe import Recipe
 from ...quantization.scaled_tensor import ScaledTensor
@@ -29,6 +30,14 @@ from ..layers.experts import experts, fp8_experts, grouped_by_expert, recomputed
 from ..layers.token_exchange import AllGather, AllToAll
 from ..layers.token_flight import Flight, SendTokens, StartSum, exchange_choices
 from .router import Router, device_of
+
+
+def mixture_spec(recipe: Recipe | None, links: LayerLinks, *, activation: Activation) -> ModuleSpec:
+    """A mixture of experts in the place of a layer's MLP, a `parts.MLPPart`. A shared expert has links of its own."""
+    own = [LinearLinks(keeps_transpose=links.fc1.kept_transpose is not None) for _ in range(2)]
+    shared = MLPSubmodules(linear_fc1=column_spec(recipe, own[0]), linear_fc2=row_spec(recipe, own[1]))
+    params = {"recipe": recipe, "activation": activation, "fc1": links.fc1, "fc2": links.fc2}
+    return ModuleSpec(module=MixtureOfExperts, params={**params, "shared_expert": shared})
 
 
 class ExpertLinear(FallsBack, torch.nn.Module):
@@ -209,6 +218,7 @@ class MixtureOfExperts(MegatronModule):
     """Router, experts and shared expert, in the place of an MLP.
 
     Args:
+        layer_number: from 1.
         recipe: formats and scaling of the experts' operands; None: 16 bits.
         activation: of the MLPs.
         fc1, fc2: the links of the experts' projections.
@@ -219,6 +229,7 @@ class MixtureOfExperts(MegatronModule):
         self,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
+        layer_number: int,
         *,
         recipe: Recipe | None,
         activation: Activation,
@@ -228,14 +239,11 @@ class MixtureOfExperts(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.router = Router(config, pg_collection)
+        self.router.set_layer_number(layer_number)
         self.experts = Experts(config, pg_collection, recipe, activation, fc1, fc2)
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpert(config, shared_expert, pg_collection)
-
-    def set_layer_number(self, layer_number: int) -> None:
-        """megatron-core says which layer it is, from 1."""
-        self.router.set_layer_number(layer_number)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """hidden_states [s, b, H] (behind the norm) → output [s, b, H], and no bias."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -70,6 +70,8 @@ class Router(TopKRouter):
         factors = {kind: self.get_aux_loss_coeff(kind) for kind in LOSSES}
         self.mean_names = reported_means(factors, config.moe_z_loss_coeff, self.capacity_factor)
         self.register_buffer("means", torch.zeros(len(self.mean_names), device=device), persistent=False)
+        # megatron-core keeps the first run's tensor and copies to it; a later run may have another device.
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[s, b, H] → probabilities FP32 [s · b, E] and which experts each token goes to, bool [s · b, E]: at most
@@ -163,6 +165,10 @@ class Router(TopKRouter):
             chosen = (sinkhorn(logits) if self.training else scores).topk(self.topk, dim=1).indices
         routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, value=True)
         return scores * routing_map, routing_map
+
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """`load` and `means`."""
+        return self.load, self.means
 
     def start_step(self) -> None:
         """Forget the last step's numbers."""
@@ -284,6 +290,6 @@ def update_expert_biases(routers: Sequence[Router]) -> None:
         router.expert_bias += router.config.moe_router_bias_update_rate * torch.sign(total.mean() - total)
 
 
-def routers_of(module: torch.nn.Module) -> list[Router]:
-    """The routers of a model chunk."""
-    return [child for child in module.modules() if isinstance(child, Router)]
+def routers_of(chunks: Iterable[torch.nn.Module]) -> list[Router]:
+    """The routers of model chunks."""
+    return [child for chunk in chunks for child in chunk.modules() if isinstance(child, Router)]
