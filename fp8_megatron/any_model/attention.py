@@ -9,6 +9,7 @@ a forward of its own, so torch's fused kernels, which read the weights, are neve
 from __future__ import annotations
 
 import copy
+from collections.abc import Container, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from ..nn.module import FP8Linear, compute_dtype
 from ..nn.split_linear import fp8_split_linear
 from ..quantization.recipe import Recipe
 from ..quantization.scaled_tensor import ScaledTensor
-from .module_swap import ChildNames, Swap
+from .module_swap import ChildNames, Kind, Swap, check_dtype
 
 _Three = tuple[Tensor, Tensor, Tensor]
 
@@ -237,48 +238,68 @@ def linear_weights(module: torch.nn.MultiheadAttention) -> dict[str, torch.nn.Pa
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
-def reason_to_stay(module: torch.nn.MultiheadAttention, recipe: Recipe) -> str | None:
-    """Why a `torch.nn.MultiheadAttention` stays as it is; None if nothing speaks against FP8."""
-    if type(module) is not torch.nn.MultiheadAttention:
-        return f"{type(module).__name__} is a class of its own"
-    if "forward" in module.__dict__:
-        return "its forward is patched"
-    if type(module.out_proj) is not NonDynamicallyQuantizableLinear:
-        return "its out_proj is a class of its own"
-    for name, weight in linear_weights(module).items():
-        if weight is None:
-            return f"the weight of its {name} is computed by a hook"
-    for size in (module.embed_dim, module.kdim, module.vdim):
-        if size % recipe.size_multiple:
-            return f"its size {size} is not a multiple of {recipe.size_multiple}"
-    return None
+class TorchAttention(Kind):
+    """`torch.nn.MultiheadAttention`."""
 
+    part_names = ("out_proj",)
 
-def convert_attention(name: str, module: torch.nn.MultiheadAttention, swap: Swap) -> dict[str, FP8Linear]:
-    """Turn `module` into an `FP8MultiheadAttention`, in place. Returns its linear layers by name in the model."""
-    weights, params, out_proj = linear_weights(module), module._parameters, module.out_proj
-    made: dict[str, FP8Linear] = {}
-    for key, old in weights.items():
-        assert old is not None
-        bias = None
-        if key == "out_proj":
-            layer: FP8Linear = out_proj  # type: ignore[assignment]
-            bias = out_proj._parameters.pop("bias", None)
-            del out_proj._parameters["weight"]
-            out_proj.__class__ = FP8Linear  # type: ignore[assignment]
-        else:
-            kind = PackedProjection if key == "in_proj" else FP8Linear
-            layer = kind.__new__(kind)
-            torch.nn.Module.__init__(layer)
-            layer.training = module.training
-            bias = params.pop("in_proj_bias", None) if key == "in_proj" else None
-            del params[f"{key}_weight"]
-        swap.give_weight(layer, f"{name}.{key}".removeprefix("."), old, bias)
-        made[key] = layer
-    module.__class__ = FP8MultiheadAttention if "in_proj" in made else FP8SeparateAttention
-    del module._modules["out_proj"]  # it follows the others, as in torch's order of parameters
-    module._modules.update(made)
-    return {layer.name: layer for layer in made.values()}
+    def finds(self, module: torch.nn.Module) -> bool:
+        """See `Kind.finds`."""
+        return isinstance(module, torch.nn.MultiheadAttention)
+
+    def weights(self, module: torch.nn.Module) -> Sequence[torch.nn.Parameter]:
+        """See `Kind.weights`."""
+        assert isinstance(module, torch.nn.MultiheadAttention)
+        return [weight for weight in linear_weights(module).values() if weight is not None]
+
+    def why_stays(self, name: str, module: torch.nn.Module, recipe: Recipe, scaled: Container[Tensor]) -> str | None:
+        """See `Kind.why_stays`."""
+        if type(module) is not torch.nn.MultiheadAttention:
+            return f"{type(module).__name__} is a class of its own"
+        if "forward" in module.__dict__:
+            return "its forward is patched"
+        if type(module.out_proj) is not NonDynamicallyQuantizableLinear:
+            return "its out_proj is a class of its own"
+        weights = linear_weights(module)
+        for key, weight in weights.items():
+            if weight is None:
+                return f"the weight of its {key} is computed by a hook"
+        for size in (module.embed_dim, module.kdim, module.vdim):
+            if size % recipe.size_multiple:
+                return f"its size {size} is not a multiple of {recipe.size_multiple}"
+        for key, weight in weights.items():
+            assert weight is not None
+            if weight.is_complex():
+                return "its weight is complex"
+            check_dtype(f"{name}.{key}.weight", weight)
+        return None
+
+    def convert(self, name: str, module: torch.nn.Module, swap: Swap) -> dict[str, FP8Linear]:
+        """See `Kind.convert`: it becomes an `FP8MultiheadAttention`."""
+        assert isinstance(module, torch.nn.MultiheadAttention)
+        weights, params, out_proj = linear_weights(module), module._parameters, module.out_proj
+        made: dict[str, FP8Linear] = {}
+        for key, old in weights.items():
+            assert old is not None
+            bias = None
+            if key == "out_proj":
+                layer: FP8Linear = out_proj  # type: ignore[assignment]
+                bias = out_proj._parameters.pop("bias", None)
+                del out_proj._parameters["weight"]
+                out_proj.__class__ = FP8Linear  # type: ignore[assignment]
+            else:
+                kind = PackedProjection if key == "in_proj" else FP8Linear
+                layer = kind.__new__(kind)
+                torch.nn.Module.__init__(layer)
+                layer.training = module.training
+                bias = params.pop("in_proj_bias", None) if key == "in_proj" else None
+                del params[f"{key}_weight"]
+            swap.give_weight(layer, f"{name}.{key}".removeprefix("."), old, bias)
+            made[key] = layer
+        module.__class__ = FP8MultiheadAttention if "in_proj" in made else FP8SeparateAttention
+        del module._modules["out_proj"]  # it follows the others, as in torch's order of parameters
+        module._modules.update(made)
+        return {layer.name: layer for layer in made.values()}
 
 
 def become_plain_attention(module: FP8MultiheadAttention) -> None:

@@ -19,7 +19,8 @@ from ..nn.module import NO_TENSOR_PARALLELISM, FP8Linear
 from ..nn.recomputed import Recomputations
 from ..quantization.recipe import Recipe
 from .build import build_optimizer
-from .linears import LinearFilter, is_fp8, replace_linears
+from .kinds import is_fp8
+from .linears import LinearFilter, replace_linears
 from .optimizer import FP8Optimizer, is_fully_sharded, is_sharded
 from .quantized_layers import find_quantized
 from .torch_optimizers import Given, UserOptimizers, check_params, look_before_steps

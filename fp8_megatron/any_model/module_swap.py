@@ -1,7 +1,9 @@
-"""What a model keeps where modules were swapped: names in state dicts, attributes and hooks of parameters."""
+"""How modules of a kind become FP8, and what a model keeps then: names in state dicts, attributes and hooks of
+parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,11 +13,14 @@ from torch import Tensor
 
 from ..dtypes import StorageDtype
 from ..nn.module import FP8Linear
+from ..nn.scaled_module import ScaledModule
 from ..quantization.recipe import Recipe
 
 if TYPE_CHECKING:
     from .quantized_layers import QuantizedLayers
 
+#: What FP8 layers are made of.
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Hooks of gradients: ``register_hook`` and ``register_post_accumulate_grad_hook``.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -81,6 +86,68 @@ class Swap:
             keep_notes(old, new)
         self.replaced[old] = new
         return new
+
+
+class Kind:
+    """A kind of modules that become FP8, and how they do. `kinds.KINDS` is the table.
+
+    Attributes:
+        is_layer: whether reports count a module that stays among the linear layers.
+        part_names: children whose weights the module reads itself. They stay if it stays.
+        stored_as: names of libraries' classes that hold this kind's weights in FP8 with scales (`quantized_layers`).
+    """
+
+    is_layer: bool = True
+    part_names: tuple[str, ...] = ()
+    stored_as: frozenset[str] = frozenset()
+
+    def finds(self, module: torch.nn.Module) -> bool:
+        """Whether `module` is of this kind."""
+        raise NotImplementedError
+
+    def weights(self, module: torch.nn.Module) -> Sequence[torch.nn.Parameter]:
+        """The weights of a module that is to become FP8."""
+        raise NotImplementedError
+
+    def why_other(self, module: torch.nn.Module) -> str | None:
+        """Why `module` computes something else than the kind; None: it does not, or `why_stays` says so. It is asked
+        before the filter."""
+        return None
+
+    def why_stays(self, name: str, module: torch.nn.Module, recipe: Recipe, scaled: Container[Tensor]) -> str | None:
+        """Why `module` stays as it is; None if nothing speaks against FP8.
+
+        Args:
+            name: of the module in the model.
+            scaled: weights in FP8 whose scales are known.
+
+        Raises:
+            ValueError, UserError: it can neither stay nor become FP8.
+        """
+        raise NotImplementedError
+
+    def convert(self, name: str, module: torch.nn.Module, swap: Swap) -> Mapping[str, ScaledModule]:
+        """Turn `module` into its FP8 form, in place. Returns the FP8 layers that it is or holds, by name in the model.
+        Old weights and new ones are in ``swap.replaced``."""
+        raise NotImplementedError
+
+    def make_plain(self, module: torch.nn.Module, weights: Sequence[str]) -> None:
+        """Give a module of a class in `stored_as` what a plain one has beside its parameters.
+
+        Args:
+            weights: the names of those that were in FP8.
+        """
+        raise NotImplementedError
+
+
+def check_dtype(name: str, weight: Tensor) -> None:
+    """Check that a layer with this weight may become FP8.
+
+    Raises:
+        ValueError: it is not FP32, BF16 or FP16.
+    """
+    if weight.dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"{name} is {weight.dtype}; FP8 layers take FP32, BF16 or FP16 weights: cast the model")
 
 
 class ChildNames(torch.nn.Module):

@@ -1,8 +1,9 @@
 """Layers of other libraries that hold FP8 weights with scales beside them, made for inference.
 
 `initialize` takes such a model to train it: weights start from payload · scale, and scales are no parameters any more.
-Known are transformers' ``FP8Linear`` and ``FP8Experts`` (DeepSeek-V3's and Qwen3's folders), ``FbgemmFp8Linear`` and
-``CompressedTensorsFP8Linear``, and compressed-tensors' own layers, by the names of their classes and parameters.
+They are known by the names of their classes (`Kind.stored_as`) and parameters. Linear layers are transformers'
+``FP8Linear`` (DeepSeek-V3's and Qwen3's folders), ``FbgemmFp8Linear`` and ``CompressedTensorsFP8Linear``, and
+compressed-tensors' own.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from ..dtypes import E4M3
 from ..errors import UserError
 from ..nn.scaled_module import ScaledModule
 from ..quantization.stored_scales import TILE, dequantize
-from .module_swap import keep_notes
+from .kinds import KINDS
+from .module_swap import WEIGHT_DTYPES, keep_notes
 from .te_modules import plain_value
 
-_LINEARS = frozenset(("Linear", "FP8Linear", "FbgemmFp8Linear", "CompressedLinear", "CompressedTensorsFP8Linear"))
-_EXPERTS = "FP8Experts"
+#: Name of a class → the kind whose weights its modules hold.
+_KIND_OF = {name: kind for kind in KINDS for name in kind.stored_as}
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 #: Parameters and buffers of such layers that scale what they cast in their forward.
 _OF_ACTIVATIONS = ("activation_scale", "input_scale", "output_scale", "input_scale_ub")
-#: What compressed-tensors adds to a layer: a forward that casts, and notes for it.
-_ATTRIBUTES = ("forward", "quantization_scheme", "quantization_status", "quantization_enabled")
 
 
 @dataclass
@@ -62,14 +62,7 @@ class QuantizedLayers:
             for name in others:
                 layer._parameters.pop(name, None)
                 layer._buffers.pop(name, None)
-            if type(layer).__name__ == _EXPERTS:
-                for name in weights:  # its forward takes an expert's scale, and does not read it beside a plain weight
-                    layer.__dict__[f"{name}_scale_inv"] = (None,) * len(getattr(layer, name))
-                layer.__dict__["activation_scheme"] = "dynamic"
-                continue
-            for name in _ATTRIBUTES:
-                layer.__dict__.pop(name, None)
-            layer.__class__ = torch.nn.Linear
+            _KIND_OF[type(layer).__name__].make_plain(layer, weights)
         for module in model.modules() if self.layers else ():
             if (hook := module.__dict__.pop("ct_decompress_hook", None)) is not None:
                 hook.remove()
@@ -100,7 +93,7 @@ def find_quantized(model: torch.nn.Module) -> QuantizedLayers:
             continue
         weights = [key for key, param in module._parameters.items() if param is not None and param.dtype is E4M3]
         _check_known(name, module, weights)
-        if type(module).__name__ not in (*_LINEARS, _EXPERTS) or not weights:
+        if type(module).__name__ not in _KIND_OF or not weights:
             continue
         scales = dict(_scales(name, module, weights))
         others = [key for key in (*module._parameters, *module._buffers) if key.endswith(_OF_ACTIVATIONS)]
@@ -111,13 +104,10 @@ def find_quantized(model: torch.nn.Module) -> QuantizedLayers:
             scale = getattr(module, scale_name)
             found.scales[weight] = scale.t() if type(module).__name__ == "CompressedTensorsFP8Linear" else scale
     left_out = found.left_out
-    params = (param for param in model.parameters() if param.dtype in _PLAIN and param not in left_out)
+    params = (param for param in model.parameters() if param.dtype in WEIGHT_DTYPES and param not in left_out)
     if found.layers and (other := next(params, None)) is not None:
         found.dtype = other.dtype
     return found
-
-
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _check_known(name: str, module: torch.nn.Module, weights: list[str]) -> None:
@@ -127,7 +117,7 @@ def _check_known(name: str, module: torch.nn.Module, weights: list[str]) -> None
     )
     is_trained = any(module._parameters[key].requires_grad for key in weights)  # type: ignore[union-attr]
     fix = "load the model with dequantize=True in its quantization_config, or take the model that it was made of"
-    if is_packed or (is_trained and kind not in (*_LINEARS, _EXPERTS)):
+    if is_packed or (is_trained and kind not in _KIND_OF):
         what = "packed" if is_packed else "FP8"
         raise UserError(f"{name} is a {kind} with {what} weights, which no FP8 layer replaces: {fix}")
     if weights and block is not None and list(block) != [TILE, TILE]:

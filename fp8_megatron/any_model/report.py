@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..moe.any_model.forms import expert_names
 from ..nn.scaled_module import ScaledModule
 from ..quantization.weight_shards import stored_part
 
-#: Attribute of a linear layer, or of experts, that stayed as it was: the reason.
+#: Attribute of a linear layer that stayed as it was: the reason.
 STAYS = "_fp8_megatron_stays"
+#: The same of a module that does not count as a linear layer (`Kind.is_layer`).
+MATRICES_STAY = "_fp8_megatron_matrices_stay"
 #: Modules whose parameters are looked up, or multiplied element by element.
 _NO_PRODUCTS = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.LayerNorm, torch.nn.RMSNorm)
 #: Names that `str` gives for one reason.
@@ -25,7 +26,7 @@ class OtherMatrix(NamedTuple):
 
     Attributes:
         kind: the module's class.
-        reason: why experts stay; None: it is a matrix of another kind.
+        reason: why the module stays; None: it is of no kind that becomes FP8.
     """
 
     kind: str
@@ -38,12 +39,11 @@ class LinearReport:
     """The linear layers of a model. ``str`` is one line.
 
     Attributes:
-        fp8: names of the FP8 layers. The experts of a layer count as one.
+        fp8: names of the FP8 layers.
         stays: name → reason of the others. A layer that nobody has looked at has the reason "".
         fp8_parameters, parameters: elements of FP8 layers' weights, and of all parameters.
         others: name → parameter, of those that may be multiplied, with two or more dimensions above 1, and that no
-            linear layer, embedding or norm holds: convolutions, weights of ``einsum``, experts that no FP8 layer
-            replaces. They stay as they are.
+            linear layer, embedding or norm holds: convolutions, weights of ``einsum``. They stay as they are.
         matrices: elements of all parameters that may be multiplied: those of linear layers, and `others`.
     """
 
@@ -90,18 +90,17 @@ def report(model: torch.nn.Module) -> LinearReport:
     others: dict[torch.Tensor, tuple[str, str, str | None]] = {}
     for name, module in model.named_modules():
         held = [getattr(module, each) for each in module.scaled_names] if isinstance(module, ScaledModule) else []
-        is_experts = expert_names(module) is not None
         if held and all(stored_part(weight) is not None for weight in held):
             fp8.append(name)
             weights.update({weight: weight.numel() for weight in held})
-        elif isinstance(module, torch.nn.Linear) or (hasattr(module, STAYS) and not is_experts):
+        elif isinstance(module, torch.nn.Linear) or hasattr(module, STAYS):
             stays[name] = getattr(module, STAYS, "")
             linear.update({param: param.numel() for param in module.parameters() if _is_matrix(param)})
         elif isinstance(module, _NO_PRODUCTS):
             linear = dict.fromkeys(module.parameters(recurse=False), 0) | linear
         else:
             own = module.named_parameters(name, recurse=False)
-            facts = type(module).__name__, getattr(module, STAYS, None) if is_experts else None
+            facts = type(module).__name__, getattr(module, MATRICES_STAY, None)
             others.update({param: (key, *facts) for key, param in own if _is_matrix(param)})
     named = {
         key: OtherMatrix(kind, param.shape, reason)

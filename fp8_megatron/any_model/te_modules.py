@@ -6,7 +6,7 @@ their state dict. ``te.LayerNorm``, ``te.RMSNorm`` and attention stay Transforme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..quantization.recipe import Recipe
-from .module_swap import Swap, has_hooks
+from .module_swap import Kind, Swap, has_hooks
 from .te_layers import ACTIVATIONS, FP8LayerNormLinear, FP8LayerNormMLP, FP8TELinear, NormSettings
 
 #: The modules that become FP8.
@@ -36,36 +36,6 @@ def te_weights(module: torch.nn.Module) -> list[list[str]]:
     if te_kind(module) == "LayerNormMLP":
         return [["fc1_weight"], ["fc2_weight"]]
     return [list(getattr(module, "weight_names", ["weight"]))]
-
-
-def reason_to_stay(name: str, module: torch.nn.Module, recipe: Recipe) -> str | None:
-    """Why a module of Transformer Engine stays as it is; None if nothing speaks against FP8.
-
-    Raises:
-        UserError: neither FP8 layers nor the FP8 optimizer can take it.
-    """
-    kind = te_kind(module)
-    _refuse(name, f"te.{kind}", module)
-    if type(module).__name__ not in _KINDS or type(module).__module__.split(".")[0] != "transformer_engine":
-        return f"{type(module).__name__} is a class of its own"
-    if "forward" in module.__dict__:
-        return "its forward is patched"
-    activation = getattr(module, "activation", "gelu")
-    if kind == "LayerNormMLP" and activation not in ACTIVATIONS:
-        return f"its activation {activation!r} is unknown"
-    for names in te_weights(module):
-        parts = [module._parameters.get(one) for one in names]
-        if any(part is None for part in parts):
-            return "its weight is computed by a hook"
-        shape = (sum(len(part) for part in parts if part is not None), parts[0].shape[1])  # type: ignore[union-attr]
-        for size in shape:
-            if size % recipe.size_multiple or not size:
-                return f"its size {size} is not a multiple of {recipe.size_multiple}"
-        if len({part.requires_grad for part in parts if part is not None}) > 1:
-            return "parts of its weight are frozen"
-        if len(parts) > 1 and any(has_hooks(part) for part in parts if part is not None):
-            return "a hook waits for the gradient of a part of its weight"
-    return None
 
 
 def _refuse(name: str, kind: str, module: torch.nn.Module) -> None:
@@ -119,50 +89,85 @@ def _is_quantized(param: Tensor) -> bool:
     return any(base.__name__ == "QuantizedTensor" for base in type(param).__mro__)
 
 
-def convert_te(name: str, module: torch.nn.Module, swap: Swap) -> dict[str, FP8TELinear]:
-    """Turn `module` into its FP8 counterpart, in place. Returns its linear layers by their names in the model.
+class TransformerEngine(Kind):
+    """The modules of Transformer Engine with linear weights."""
 
-    Parts of a bias that become one are in ``swap.replaced``, too.
-    """
-    kind, old = te_kind(module), dict(module.__dict__)
-    params: dict[str, Any] = dict(module._parameters)
-    params.update({key: None for key in old if key.endswith("bias") and isinstance(old[key], Tensor)})
-    plain = torch.nn.Module()  # its attributes are those that every module has
-    for key in set(module.__dict__) - set(plain.__dict__):
-        del module.__dict__[key]
-    module._parameters.clear()
-    norm = NormSettings(
-        old.get("eps", 1e-5), old.get("normalization") == "RMSNorm", old.get("zero_centered_gamma", False)
-    )
-    if kind != "Linear":
-        module.register_parameter("layer_norm_weight", params["layer_norm_weight"])
-        module.register_parameter("layer_norm_bias", params.get("layer_norm_bias"))
-    if kind == "LayerNormMLP":
-        module.__class__ = FP8LayerNormMLP
-        assert isinstance(module, FP8LayerNormMLP)
-        for fc in ("fc1", "fc2"):
-            layer = FP8TELinear.__new__(FP8TELinear)
-            torch.nn.Module.__init__(layer)
-            layer.training = module.training
-            _take(layer, f"{name}.{fc}", [params[f"{fc}_weight"]], [params.get(f"{fc}_bias")], swap)
-            setattr(module, fc, layer)
-        module.fc2.returns_bias = old.get("return_bias", False)
-        module.norm, module.activation = norm, old["activation"]
-        module.activation_params = dict(old.get("activation_params") or {})
-        module.returns_norm, module.recomputes = old.get("return_layernorm_output", False), old.get("checkpoint", False)
-        return {f"{name}.{fc}": getattr(module, fc) for fc in ("fc1", "fc2")}
-    module.__class__ = FP8TELinear if kind == "Linear" else FP8LayerNormLinear
-    assert isinstance(module, FP8TELinear)
-    names = old.get("weight_names", ["weight"])
-    if names != ["weight"]:
-        sizes = [len(params[one]) for one in names]
-        module.parts = tuple((one.removesuffix("_weight"), size) for one, size in zip(names, sizes, strict=True))
-    biases = [params.get(one) for one in old.get("bias_names", ["bias"])]
-    _take(module, name, [params[one] for one in names], biases, swap)
-    module.returns_bias = old.get("return_bias", False)
-    if isinstance(module, FP8LayerNormLinear):
-        module.norm, module.returns_norm = norm, old.get("return_layernorm_output", False)
-    return {name: module}
+    def finds(self, module: torch.nn.Module) -> bool:
+        """See `Kind.finds`."""
+        return te_kind(module) is not None
+
+    def weights(self, module: torch.nn.Module) -> Sequence[torch.nn.Parameter]:
+        """See `Kind.weights`."""
+        held = [module._parameters[one] for parts in te_weights(module) for one in parts]
+        return [weight for weight in held if weight is not None]
+
+    def why_stays(self, name: str, module: torch.nn.Module, recipe: Recipe, scaled: Container[Tensor]) -> str | None:
+        """See `Kind.why_stays`."""
+        kind = te_kind(module)
+        _refuse(name, f"te.{kind}", module)
+        if type(module).__name__ not in _KINDS or type(module).__module__.split(".")[0] != "transformer_engine":
+            return f"{type(module).__name__} is a class of its own"
+        if "forward" in module.__dict__:
+            return "its forward is patched"
+        activation = getattr(module, "activation", "gelu")
+        if kind == "LayerNormMLP" and activation not in ACTIVATIONS:
+            return f"its activation {activation!r} is unknown"
+        for names in te_weights(module):
+            parts = [module._parameters.get(one) for one in names]
+            if any(part is None for part in parts):
+                return "its weight is computed by a hook"
+            shape = (sum(len(part) for part in parts if part is not None), parts[0].shape[1])  # type: ignore[union-attr]
+            for size in shape:
+                if size % recipe.size_multiple or not size:
+                    return f"its size {size} is not a multiple of {recipe.size_multiple}"
+            if len({part.requires_grad for part in parts if part is not None}) > 1:
+                return "parts of its weight are frozen"
+            if len(parts) > 1 and any(has_hooks(part) for part in parts if part is not None):
+                return "a hook waits for the gradient of a part of its weight"
+        return None
+
+    def convert(self, name: str, module: torch.nn.Module, swap: Swap) -> dict[str, FP8TELinear]:
+        """See `Kind.convert`. Parts of a bias that become one are in ``swap.replaced``, too."""
+        kind, old = te_kind(module), dict(module.__dict__)
+        params: dict[str, Any] = dict(module._parameters)
+        params.update({key: None for key in old if key.endswith("bias") and isinstance(old[key], Tensor)})
+        plain = torch.nn.Module()  # its attributes are those that every module has
+        for key in set(module.__dict__) - set(plain.__dict__):
+            del module.__dict__[key]
+        module._parameters.clear()
+        norm = NormSettings(
+            old.get("eps", 1e-5), old.get("normalization") == "RMSNorm", old.get("zero_centered_gamma", False)
+        )
+        if kind != "Linear":
+            module.register_parameter("layer_norm_weight", params["layer_norm_weight"])
+            module.register_parameter("layer_norm_bias", params.get("layer_norm_bias"))
+        if kind == "LayerNormMLP":
+            module.__class__ = FP8LayerNormMLP
+            assert isinstance(module, FP8LayerNormMLP)
+            for fc in ("fc1", "fc2"):
+                layer = FP8TELinear.__new__(FP8TELinear)
+                torch.nn.Module.__init__(layer)
+                layer.training = module.training
+                _take(layer, f"{name}.{fc}", [params[f"{fc}_weight"]], [params.get(f"{fc}_bias")], swap)
+                setattr(module, fc, layer)
+            module.fc2.returns_bias = old.get("return_bias", False)
+            module.norm, module.activation = norm, old["activation"]
+            module.activation_params = dict(old.get("activation_params") or {})
+            module.returns_norm = old.get("return_layernorm_output", False)
+            module.recomputes = old.get("checkpoint", False)
+            return {f"{name}.{fc}": getattr(module, fc) for fc in ("fc1", "fc2")}
+        module.__class__ = FP8TELinear if kind == "Linear" else FP8LayerNormLinear
+        assert isinstance(module, FP8TELinear)
+        names = old.get("weight_names", ["weight"])
+        if names != ["weight"]:
+            sizes = [len(params[one]) for one in names]
+            module.parts = tuple((one.removesuffix("_weight"), size) for one, size in zip(names, sizes, strict=True))
+        biases = [params.get(one) for one in old.get("bias_names", ["bias"])]
+        _take(module, name, [params[one] for one in names], biases, swap)
+        module.returns_bias = old.get("return_bias", False)
+        if isinstance(module, FP8LayerNormLinear):
+            module.norm, module.returns_norm = norm, old.get("return_layernorm_output", False)
+        return {name: module}
 
 
 def _take(

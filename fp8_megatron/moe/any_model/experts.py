@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parametrize
 
 from ...activation_functions import Activation
-from ...any_model.module_swap import Swap, has_hooks, keep_notes
+from ...any_model.module_swap import WEIGHT_DTYPES, Kind, Swap, has_hooks, keep_notes
 from ...dtypes import CHUNK, StorageDtype
 from ...errors import UserError
 from ...kernels.ops import Groups
@@ -29,7 +28,7 @@ from ...quantization.weight_shards import stored_part
 from ...quantization.weight_views import Home
 from ..layers.compiled import compiled_experts
 from ..layers.experts import fp8_experts, grouped_by_expert, with_biases
-from .forms import ExpertForm, ExpertNames, form_of, rows_apart
+from .forms import ExpertForm, ExpertNames, expert_names, form_of, rows_apart
 
 
 class FP8Experts(ScaledModule):
@@ -154,66 +153,82 @@ class FP8Experts(ScaledModule):
         return f"{shapes}, {self.form.activation.kind}, {self.quantizers[0]}"
 
 
-def reason_to_stay(
-    module: torch.nn.Module, names: ExpertNames, recipe: Recipe, scaled: Container[Tensor] = ()
-) -> str | None:
-    """Why experts stay as they are; None if nothing speaks against FP8.
+class Experts(Kind):
+    """Experts whose weights have three dimensions."""
 
-    Args:
-        scaled: weights in FP8 whose scales are known.
-    """
-    weights = [getattr(module, name) for name in names]
-    if parametrize.is_parametrized(module):
-        return "it is parametrised"
-    if "forward" in module.__dict__:
-        return "its forward is patched"
-    if getattr(module, "_is_expert_parallel", False) or any(hasattr(one, "_local_tensor") for one in weights):
-        return "ranks share its experts"
-    if any(stored_part(one) is not None for one in weights):
-        return "its weights are in FP8 already"
-    is_known = weights[0].dtype in _DTYPES or weights[0] in scaled
-    if not is_known or weights[0].dtype != weights[1].dtype:
-        return f"its weights are {weights[0].dtype} and {weights[1].dtype}"
-    if not recipe.roles.input.takes_groups:
-        return f"recipe {recipe.name!r} has no products of experts"
-    for weight in weights:
-        for size in weight.shape[1:]:
-            if size % recipe.size_multiple:
-                return f"its size {size} is not a multiple of {recipe.size_multiple}"
-        if weight[0].numel() % CHUNK:
-            return f"a matrix of {weight.shape[1]} x {weight.shape[2]} elements is no multiple of {CHUNK:,}"
-    form = form_of(module, names)
-    if form is None:
-        return "its forward is not that of experts with a known activation function"
-    if any(form.layout(name) is not None and has_hooks(one) for name, one in zip(names, weights, strict=True)):
-        return "a hook waits for its weight's gradient, which FP8 has in another layout"
-    return None
+    is_layer = False
+    #: transformers' own, of DeepSeek-V3's and Qwen3's folders.
+    stored_as = frozenset(("FP8Experts",))
+
+    def finds(self, module: torch.nn.Module) -> bool:
+        """See `Kind.finds`."""
+        return expert_names(module) is not None
+
+    def weights(self, module: torch.nn.Module) -> Sequence[torch.nn.Parameter]:
+        """See `Kind.weights`."""
+        return [getattr(module, name) for name in _names(module)]
+
+    def why_stays(self, name: str, module: torch.nn.Module, recipe: Recipe, scaled: Container[Tensor]) -> str | None:
+        """See `Kind.why_stays`."""
+        names, weights = _names(module), self.weights(module)
+        if "forward" in module.__dict__:
+            return "its forward is patched"
+        if getattr(module, "_is_expert_parallel", False) or any(hasattr(one, "_local_tensor") for one in weights):
+            return "ranks share its experts"
+        if any(stored_part(one) is not None for one in weights):
+            return "its weights are in FP8 already"
+        is_known = weights[0].dtype in WEIGHT_DTYPES or weights[0] in scaled
+        if not is_known or weights[0].dtype != weights[1].dtype:
+            return f"its weights are {weights[0].dtype} and {weights[1].dtype}"
+        if not recipe.roles.input.takes_groups:
+            return f"recipe {recipe.name!r} has no products of experts"
+        for weight in weights:
+            for size in weight.shape[1:]:
+                if size % recipe.size_multiple:
+                    return f"its size {size} is not a multiple of {recipe.size_multiple}"
+            if weight[0].numel() % CHUNK:
+                return f"a matrix of {weight.shape[1]} x {weight.shape[2]} elements is no multiple of {CHUNK:,}"
+        form = form_of(module, names)
+        if form is None:
+            return "its forward is not that of experts with a known activation function"
+        if any(form.layout(name) is not None and has_hooks(one) for name, one in zip(names, weights, strict=True)):
+            return "a hook waits for its weight's gradient, which FP8 has in another layout"
+        return None
+
+    def convert(self, name: str, module: torch.nn.Module, swap: Swap) -> dict[str, FP8Experts]:
+        """See `Kind.convert`."""
+        names = _names(module)
+        form = form_of(module, names)
+        assert form is not None
+        module.__class__ = fp8_class(type(module), tuple(names))
+        assert isinstance(module, FP8Experts)
+        module.form, module.name, module.home = form, name, Home(name)
+        module.token, module._row_multiple = new_token(module), swap.recipe.size_multiple
+        module.quantizers = (swap.recipe.grouped_quantizers(), swap.recipe.grouped_quantizers())
+        for key in names:
+            old: Any = module._parameters[key]
+            value, module.weight_dtype = swap.value(old)
+            storage = swap.weight if old.requires_grad else StorageDtype.FP8
+            layout = form.layout(key)
+            value = value if layout is None else layout.to_stored(value)
+            new: Any = torch.nn.Parameter(stored(value, storage, module.weight_dtype), old.requires_grad)
+            new.home = module.home
+            keep_notes(old, new)
+            module._parameters[key] = new
+            swap.replaced[old] = new
+        return {name: module}
+
+    def make_plain(self, module: torch.nn.Module, weights: Sequence[str]) -> None:
+        """See `Kind.make_plain`. The forward takes an expert's scale, and does not read it beside a plain weight."""
+        for name in weights:
+            module.__dict__[f"{name}_scale_inv"] = (None,) * len(getattr(module, name))
+        module.__dict__["activation_scheme"] = "dynamic"
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def convert_experts(name: str, module: torch.nn.Module, names: ExpertNames, swap: Swap) -> FP8Experts:
-    """Turn `module` into FP8 experts, in place."""
-    form = form_of(module, names)
-    assert form is not None
-    module.__class__ = fp8_class(type(module), tuple(names))
-    assert isinstance(module, FP8Experts)
-    module.form, module.name, module.home = form, name, Home(name)
-    module.token, module._row_multiple = new_token(module), swap.recipe.size_multiple
-    module.quantizers = (swap.recipe.grouped_quantizers(), swap.recipe.grouped_quantizers())
-    for key in names:
-        old: Any = module._parameters[key]
-        value, module.weight_dtype = swap.value(old)
-        storage = swap.weight if old.requires_grad else StorageDtype.FP8
-        layout = form.layout(key)
-        value = value if layout is None else layout.to_stored(value)
-        new: Any = torch.nn.Parameter(stored(value, storage, module.weight_dtype), old.requires_grad)
-        new.home = module.home
-        keep_notes(old, new)
-        module._parameters[key] = new
-        swap.replaced[old] = new
-    return module
+def _names(module: torch.nn.Module) -> ExpertNames:
+    names = expert_names(module)
+    assert names is not None
+    return names
 
 
 def fp8_class(kind: type[torch.nn.Module], names: tuple[str, ...]) -> type[FP8Experts]:
