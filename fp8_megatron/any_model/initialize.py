@@ -21,6 +21,7 @@ from ..quantization.recipe import Recipe
 from .build import build_optimizer
 from .kinds import is_fp8
 from .linears import LinearFilter, replace_linears
+from .losses import take_16_bit_logits
 from .optimizer import FP8Optimizer, is_fully_sharded, is_sharded
 from .quantized_layers import find_quantized
 from .torch_optimizers import Given, UserOptimizers, check_params, look_before_steps
@@ -44,6 +45,8 @@ def initialize(
     recompute_activations: bool = False,
 ) -> tuple[Model, FP8Optimizer]:
     """Put a model's linear layers and its optimizer's state in FP8. Returns the same model, and a new optimizer.
+
+    Language models of transformers with transformers' loss get one that reads 16-bit logits as they are (`losses`).
 
     The training loop stays as it is: autocast, gradient accumulation, clipping, GradScaler, learning-rate schedulers,
     checkpoints. Call it once, after the model is on its device and before the first step. Wrap or compile the model
@@ -86,7 +89,9 @@ def initialize(
             "process_group": process_group is not None,
         }
         unread = [name for name, is_given in given.items() if is_given]
-        return model, _initialize_sharded(model, optimizer, opt_level, unread)
+        sharded = _initialize_sharded(model, optimizer, opt_level, unread)
+        take_16_bit_logits(model)
+        return model, sharded
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise UserError(f"{name} is a DTensor: {NO_TENSOR_PARALLELISM}")
@@ -125,6 +130,7 @@ def initialize(
         process_group=process_group,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
+    take_16_bit_logits(model)
     _warn_of_vain_recomputing(model, built)
     _warn_of_old_weights(names, replaced, built)
     return model, built

@@ -1,6 +1,7 @@
-"""The language-model loss over a vocabulary that tensor-parallel ranks share.
+"""The language-model loss over 16-bit logits, whose vocabulary tensor-parallel ranks may share.
 
-Ranks exchange three numbers a token. Backward turns the logits into their gradient in place.
+Nothing of the logits' size is made but their gradient, which takes their place where nobody else has them. Ranks
+exchange three numbers a token.
 """
 
 from __future__ import annotations
@@ -16,32 +17,35 @@ from .first_order import once_differentiable
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, group: Group | None, vocab_size: int | None = None
+    logits: Tensor, labels: Tensor, group: Group | None, vocab_size: int | None = None, *, keeps_logits: bool = False
 ) -> Tensor:
-    """−log softmax(logits)[label] of every token. Backward overwrites the logits.
+    """−log softmax(logits)[label] of every token.
 
     Args:
         logits: BF16 [..., V / tp], this rank's columns. labels: int64 [...], over the whole vocabulary.
         group: tensor-parallel ranks in the order of their columns; None for a single rank.
         vocab_size: tokens of the vocabulary. Columns from here on are padding: they take no part in the softmax and get
             the gradient 0. None: no padding.
+        keeps_logits: backward leaves the logits as they are; otherwise it overwrites them with their gradient.
 
     Returns:
         FP32 [...], equal on all ranks of the group.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab_size)
+    return _VocabParallelCrossEntropy.apply(logits, labels, group, vocab_size, keeps_logits)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group | None, vocab_size: int | None) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: Group | None, vocab_size: int | None, keeps_logits: bool
+    ) -> Tensor:
         flat = logits.view(-1, logits.shape[-1])
         flat_labels, first = labels.reshape(-1), first_column(flat.shape[1], group)
         num_columns = local_columns(vocab_size, flat.shape[1], group)
         statistics = ops.cross_entropy_statistics(flat, flat_labels, first=first, num_columns=num_columns)
         log_sum_exp, target = agree_on_statistics(*statistics, group)
         ctx.save_for_backward(flat, flat_labels, log_sum_exp)
-        ctx.shape, ctx.first, ctx.num_columns = logits.shape, first, num_columns
+        ctx.shape, ctx.first, ctx.num_columns, ctx.keeps_logits = logits.shape, first, num_columns, keeps_logits
         return (log_sum_exp - target).view(labels.shape)
 
     @staticmethod
@@ -49,8 +53,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, log_sum_exp = ctx.saved_tensors
         upstream = grad.reshape(-1).contiguous()
+        if ctx.keeps_logits:
+            logits = logits.clone()
         ops.cross_entropy_backward_(logits, labels, log_sum_exp, upstream, first=ctx.first, num_columns=ctx.num_columns)
-        return logits.view(ctx.shape), None, None, None
+        return logits.view(ctx.shape), None, None, None, None
 
 
 def first_column(num_columns: int, group: Group | None) -> int:
