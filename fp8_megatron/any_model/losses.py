@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def take_16_bit_logits(model: torch.nn.Module) -> None:
         loss = None if hasattr(module, "_loss_function") else mapping.get(getattr(module, "loss_type", None))
         theirs = next((each for each in _OURS if loss is not None and loss is _theirs(each)), None)
         if theirs is not None and isinstance(getattr(type(module), "loss_function", None), property):
-            module.loss_function = _OURS[theirs]
+            cast(Any, module).loss_function = _OURS[theirs]
 
 
 def _takes(logits: Tensor) -> bool:
