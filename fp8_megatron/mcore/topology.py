@@ -44,7 +44,7 @@ class Topology:
         groups: megatron-core's collection (tp, cp, pp, dp, dp_cp, mp, embd, ep, expt_tp, …).
         stage_group: all ranks of this pipeline stage, tensor × context × data parallel; they run the same layers.
         replicas: the ranks that hold the same parameters, context × data parallel.
-        expert_replicas: the ranks that hold the same experts.
+        replicas_of_matrices: the ranks that hold the same matrices of weights [M, N, K], such as experts.
         layout: the layers of every stage.
     """
 
@@ -53,7 +53,7 @@ class Topology:
     groups: ProcessGroupCollection
     stage_group: Group
     replicas: Replicas
-    expert_replicas: Replicas
+    replicas_of_matrices: Replicas
     layout: PipelineLayout
 
     @property
@@ -73,7 +73,7 @@ class Topology:
 
     @property
     def ep(self) -> Group:
-        """Ranks that share the experts of each layer."""
+        """Ranks that share the matrices of each weight [M, N, K]: Megatron's expert-parallel group."""
         return self.groups.ep
 
     @property
@@ -129,15 +129,15 @@ class Topology:
 
         Parameters that are not split have duplicates on the tensor-parallel ranks; under sequence parallelism each
         duplicate has the gradient of its part of the sequence. The first and last stages both hold a tied embedding;
-        each has the gradient of its own use. Experts (`counts_matrices`) take the tokens of all expert-parallel
-        ranks.
+        each has the gradient of its own use. Matrices of a weight [M, N, K] (`counts_matrices`) take the tokens of all
+        ranks that share them.
         """
         is_split = getattr(param, "tensor_model_parallel", False)
         if counts_matrices(param):
             return Sharing(
-                self.expert_replicas,
+                self.replicas_of_matrices,
                 parts_with=_several(self.groups.expt_tp) if is_split else None,
-                grad_factor=self.expert_replicas.size / self.replicas.size,
+                grad_factor=self.replicas_of_matrices.size / self.replicas.size,
             )
         if getattr(param, "shared_embedding", False):
             return Sharing(self.replicas, duplicates=self.embedding, summed_over=self.embedding)
@@ -186,7 +186,7 @@ def is_embedding_or_output(param: torch.nn.Parameter) -> bool:
 
 
 def is_linear_weight(name: str, param: torch.nn.Parameter) -> bool:
-    """Whether a parameter is the weight of a linear layer, or of experts'; the output layer is none, nor a router."""
+    """Whether a parameter is the weight [N, K] or [M, N, K] of a linear layer; the output layer is none."""
     *_, module, attribute = name.split(".")
     return attribute == "weight" and module.startswith("linear_") and param.ndim > 1
 
@@ -238,7 +238,7 @@ def initialized(
         groups = ProcessGroupCollection.use_mpu_process_groups()
         replicas = _replicas(groups.dp_cp, parallel, device, timeout)
         have_same_ranks = _ranks(groups.expt_dp) == _ranks(groups.dp_cp)
-        expert_replicas = replicas if have_same_ranks else _replicas(groups.expt_dp, parallel, device, timeout)
+        replicas_of_matrices = replicas if have_same_ranks else _replicas(groups.expt_dp, parallel, device, timeout)
         share_rows(parallel, groups.tp, device, records_graphs=records_graphs)
         yield Topology(
             rank=torch.distributed.get_rank(),
@@ -246,7 +246,7 @@ def initialized(
             groups=groups,
             stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
             replicas=replicas,
-            expert_replicas=expert_replicas,
+            replicas_of_matrices=replicas_of_matrices,
             layout=layout,
         )
     finally:

@@ -75,7 +75,7 @@ def train_step(
         peak_memory_gib=peak,
         counts=counts,
         autoscaling=_autoscaling(state),
-        routed=_routed(state),
+        layer_numbers=_layer_numbers(state),
     )
     return torch.cat([StepFigures.pack(grad_norm=grad_norm, **figures, **_statistics(state, has_updates)), reports])
 
@@ -258,7 +258,7 @@ def _autoscaling(state: TrainingState) -> Tensor | None:
     return torch.cat([saturated, torch.cat([autoscale.mu for autoscale in autoscales]).amin(0, keepdim=True).neg()])
 
 
-def _routed(state: TrainingState) -> Tensor | None:
+def _layer_numbers(state: TrainingState) -> Tensor | None:
     """FP32: what this rank's layers report of the step; None if they report nothing."""
     if state.layer_table is None:
         return None
@@ -294,9 +294,9 @@ def _over_ranks(
     peak_memory_gib: float = 0.0,
     counts: Tensor | None = None,
     autoscaling: Tensor | None = None,
-    routed: Tensor | None = None,
+    layer_numbers: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What all ranks have together, by one collective: figures by name, and behind one another what routers report and,
+    """What all ranks have together, by one collective: figures by name, and behind one another what layers report and,
     under delayed scaling, the `CastReport`.
 
     Args:
@@ -305,19 +305,19 @@ def _over_ranks(
         peak_memory_gib: the largest counts.
         counts: see `compute_gradients`; they become fractions, of which 0/0 is NaN.
         autoscaling: see `_autoscaling`; the worst counts.
-        routed: see `_routed`; it is added up.
+        layer_numbers: see `_layer_numbers`; it is added up.
     """
     world_size, rank = state.topology.world_size, state.topology.rank
     histories = [history for history in state.histories if history is not None]
     num_reported = CastReport.numel_of(world_size, len(histories)) if histories else 0
-    num_routed = 0 if routed is None else routed.numel()
+    num_layer_numbers = 0 if layer_numbers is None else layer_numbers.numel()
     width = 2 if autoscaling is None else 2 + len(autoscaling)
-    sizes = [1, 4, world_size * width, num_routed, num_reported]
+    sizes = [1, 4, world_size * width, num_layer_numbers, num_reported]
     values = torch.zeros(sum(sizes), device=state.device)
-    total, counted, of_ranks, of_routers, reported = values.split(sizes)
+    total, counted, of_ranks, of_layers, reported = values.split(sizes)
     total.copy_(loss)
-    if routed is not None:
-        of_routers.copy_(routed)
+    if layer_numbers is not None:
+        of_layers.copy_(layer_numbers)
     if counts is not None:
         counted.copy_(counts)
     own = of_ranks.view(world_size, width)[rank]

@@ -101,7 +101,7 @@ class ExpertRun:
 
     def _step(self, number: int, same_tokens: bool) -> None:
         generator = torch.Generator().manual_seed(number)
-        replicas = self.topology.expert_replicas
+        replicas = self.topology.replicas_of_matrices
         x, target = torch.randn(
             2, NUM_EXPERTS, TOKENS * (1 if same_tokens else replicas.size), HIDDEN, generator=generator
         )
