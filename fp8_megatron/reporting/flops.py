@@ -30,9 +30,9 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 
 
 def linear_params_per_layer(model: ModelConfig) -> float:
-    """Elements of a layer's matrices that a token is multiplied with; no biases, and no router. The mean of all layers.
+    """Elements of a layer's linear weights that a token is multiplied with, without biases. The mean of all layers.
 
-    Of experts they are those that a token is sent to.
+    Of a weight [M, N, K] a token takes some matrices (`Parameter.matrices_of_token`).
     """
     rows = [row for row in architecture_of(model).parameters(model, 0) if row.is_linear]
     return sum(row.numel_of_token * len(row.layers_of(range(model.num_layers))) for row in rows) / model.num_layers
