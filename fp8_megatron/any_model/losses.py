@@ -42,6 +42,9 @@ def causal_lm_loss(
 
     Returns:
         FP32 [].
+
+    Raises:
+        ValueError: there are not as many labels as tokens.
     """
     if not _takes(logits):
         return _theirs("ForCausalLMLoss")(
@@ -76,10 +79,13 @@ def take_16_bit_logits(model: torch.nn.Module) -> None:
         return
     mapping = sys.modules[_THEIRS].LOSS_MAPPING
     for module in model.modules():
-        loss = None if hasattr(module, "_loss_function") else mapping.get(getattr(module, "loss_type", None))
-        theirs = next((each for each in _OURS if loss is not None and loss is _theirs(each)), None)
-        if theirs is not None and isinstance(getattr(type(module), "loss_function", None), property):
-            cast(Any, module).loss_function = _OURS[theirs]
+        is_theirs = isinstance(getattr(type(module), "loss_function", None), property)
+        if not is_theirs or hasattr(module, "_loss_function"):
+            continue
+        loss = mapping.get(getattr(module, "loss_type", None))
+        name = next((each for each in _OURS if loss is not None and loss is _theirs(each)), None)
+        if name is not None:
+            cast(Any, module).loss_function = _OURS[name]
 
 
 def _takes(logits: Tensor) -> bool:
@@ -95,7 +101,9 @@ def _theirs(name: str) -> Callable[..., Tensor]:
 def _mean_loss(
     logits: Tensor, labels: Tensor, vocab_size: int, num_items: Tensor | int | None, ignore_index: int
 ) -> Tensor:
-    tokens, labels = logits.reshape(-1, vocab_size), labels.reshape(-1).to(logits.device)
+    tokens, labels = logits.reshape(-1, vocab_size).contiguous(), labels.reshape(-1).to(logits.device)
+    if len(tokens) != len(labels):
+        raise ValueError(f"{len(labels)} labels do not match the logits of {len(tokens)} tokens")
     has_loss = labels != ignore_index
     is_known = (labels >= 0) & (labels < vocab_size)
     torch._assert_async((is_known | ~has_loss).all(), f"a label is neither below {vocab_size} nor {ignore_index}")

@@ -58,6 +58,29 @@ def test_labels_may_come_shifted() -> None:
     assert torch.equal(*values)
 
 
+@pytest.mark.parametrize(("own", "theirs"), PAIRS, ids=["causal", "masked"])
+@pytest.mark.parametrize("columns", [False, True], ids=["every other token", "a vocabulary without its padding"])
+def test_logits_may_be_a_part_of_a_tensor(
+    own: Callable[..., Tensor], theirs: Callable[..., Tensor], columns: bool
+) -> None:
+    whole, labels = drawn()
+    part, labels, size = (
+        (whole[..., :-8], labels % (VOCAB - 8), VOCAB - 8) if columns else (whole[:, ::2], labels[:, ::2], VOCAB)
+    )
+    assert not part.is_contiguous()
+    value, grad = loss_and_grad(own, part, labels, size)
+    expected, expected_grad = loss_and_grad(theirs, part, labels, size)
+    assert torch.allclose(value, expected, rtol=1e-6)
+    assert (grad - expected_grad).norm() <= torch.finfo(torch.bfloat16).eps * expected_grad.norm()
+
+
+def test_other_numbers_of_labels_and_tokens_are_an_error() -> None:
+    logits, labels = drawn()
+    for own, _ in PAIRS:
+        with pytest.raises(ValueError, match="30 labels do not match the logits of 48 tokens"):
+            own(logits, labels[:, :10], VOCAB)
+
+
 def test_an_unknown_label_is_an_error() -> None:
     logits, labels = drawn()
     labels[1, 3] = VOCAB
@@ -118,6 +141,18 @@ def test_a_loss_of_the_users_own_stays() -> None:
     model = tiny()
     model.loss_function = own = lambda logits, labels, vocab_size, **unused: logits.float().mean()
     assert initialized(model).loss_function is own
+
+
+class LossTypes(torch.nn.Module):
+    """A module of a user, whose `loss_type` is none of transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.loss_type = torch.nn.Linear(16, 16), ["l1", "l2"]
+
+
+def test_a_loss_type_of_another_library_stays() -> None:
+    assert initialized(LossTypes()).loss_type == ["l1", "l2"]
 
 
 def test_a_compiled_one_is_transformers() -> None:
