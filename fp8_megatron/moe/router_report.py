@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.moe import DROPPED, reported_means
+from ..config.moe import DROPPED, LOSSES, reported_means
 from ..config.schema import Config
 
 #: With --save-tokens-per-expert-interval: the tokens of every expert of a step.
@@ -117,8 +117,9 @@ class RouterReport:
         return loads | {name: fmean(values) for name, values in self.means.items()}
 
     def row(self) -> dict[str, Any]:
-        """As `LayerReport.row`: the figures of the step, and those of each layer if they are asked for."""
-        row: dict[str, Any] = self.figures()
+        """As `LayerReport.row`: the figures of the step, None for means that no flag asks for, and the figures of each
+        layer if they are asked for."""
+        row: dict[str, Any] = {**dict.fromkeys(_MEANS), **self.figures()}
         if self.table.reports_layers:
             row["expert_layers"] = list(self.table.layers)
             for name, values in self.by_layer().items():
@@ -154,5 +155,7 @@ class RouterReport:
         return {TOKENS_FILE: row}
 
 
+#: All that a router may report the mean of.
+_MEANS = (*LOSSES.values(), "z_loss", DROPPED)
 #: Name of a figure → its tag in TensorBoard and W&B, where that is another one.
 _OWN_TAGS = {name: f"moe/{name}" for name in ("load_imbalance", "min_load", "idle_experts", DROPPED)}

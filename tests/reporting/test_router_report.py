@@ -59,6 +59,10 @@ def test_a_step_has_the_worst_layer_and_the_mean_loss(tmp_path: Path, caplog: py
     assert {"moe/load_imbalance": 2.0, "load_balancing_loss": 1.5, "z_loss": 2.5}.items() <= sink.scalars.items()
     assert not any("layer" in tag for tag in sink.scalars)
     assert not (tmp_path / "tokens_per_expert.jsonl").exists()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert figures.items() <= row.items()
+    no_flag = ("seq_load_balancing_loss", "global_load_balancing_loss", "dropped_fraction")
+    assert [row[name] for name in no_flag] == [None] * 3
 
 
 def test_single_layers_have_megatrons_tags(tmp_path: Path) -> None:
