@@ -16,10 +16,12 @@ from ..config.model import LAYER_PATTERNS, YARN_SETTINGS, ModelConfig
 from ..config.words import flag_with
 from ..models.registry import ARCHITECTURES, architecture_of, weight_shapes
 
-#: As `Architecture.sizes` and `Architecture.arguments_without_setting`, of all architectures.
+#: As `Architecture.sizes` and `Architecture.arguments_without_setting`, of all architectures. Errors name the first.
 _SIZES = tuple(dict.fromkeys(name for each in ARCHITECTURES for name in each.sizes))
 NO_SETTING: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {name: idle for each in ARCHITECTURES for name, idle in each.arguments_without_setting.items()}
+    dict(
+        sorted({name: idle for each in ARCHITECTURES for name, idle in each.arguments_without_setting.items()}.items())
+    )
 )
 
 

@@ -97,6 +97,11 @@ def test_arguments_without_a_setting(name: str) -> None:
     assert unsupported_argument(FOLDER, {"num_layers": 2, name: other}) == expected
 
 
+def test_the_first_by_name_of_several_arguments_is_named() -> None:
+    problem = unsupported_argument(FOLDER, {"multi_latent_attention": True, "mtp_num_layers": 1, "moe_latent_size": 64})
+    assert problem == "iter_0000003 was saved with moe_latent_size(64), which this project does not have"
+
+
 def test_arguments_of_experts() -> None:
     """Numbers and lists are as this project's settings have them."""
     arguments = {"num_experts": 8, "moe_layer_freq": [0, 1], "moe_aux_loss_coeff": 0.01, "moe_router_topk": 4}
