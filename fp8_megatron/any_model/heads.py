@@ -37,7 +37,7 @@ def language_heads(model: torch.nn.Module) -> set[torch.nn.Module]:
                 found |= _linears(part)
             elif name.endswith(_HEAD) or (name in _NAMES and not isinstance(part, torch.nn.Sequential)):
                 found |= set(filter(_is_wide, _linears(part)))
-        found |= _linears(_output_embeddings(module))
+        found |= _linears(output_embeddings(module))
     weights = {weight for head in found for weight in _weight(head)}
     layers = filter(_is_linear, model.modules())
     return found | {layer for layer in layers if weights.intersection(_weight(layer))}
@@ -77,7 +77,8 @@ def _is_wide(layer: Any) -> bool:
     return wide
 
 
-def _output_embeddings(module: torch.nn.Module) -> object:
+def output_embeddings(module: torch.nn.Module) -> object:
+    """What transformers' ``get_output_embeddings`` gives; None: nothing, or `module` has no such method."""
     get = getattr(module, "get_output_embeddings", None)
     if not callable(get):
         return None

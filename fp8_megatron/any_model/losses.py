@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..nn.cross_entropy import vocab_parallel_cross_entropy
+from .heads import output_embeddings
 
 #: Module of transformers that has the losses.
 _THEIRS = "transformers.loss.loss_utils"
@@ -82,7 +83,10 @@ def take_16_bit_logits(model: torch.nn.Module) -> None:
         is_theirs = isinstance(getattr(type(module), "loss_function", None), property)
         if not is_theirs or hasattr(module, "_loss_function"):
             continue
-        loss = mapping.get(getattr(module, "loss_type", None))
+        kind = getattr(module, "loss_type", None)
+        if kind is None and output_embeddings(module) is not None:
+            kind = "ForCausalLM"  # as transformers takes it, of GPT-2 for example
+        loss = mapping.get(kind)
         name = next((each for each in _OURS if loss is not None and loss is _theirs(each)), None)
         if name is not None:
             cast(Any, module).loss_function = _OURS[name]

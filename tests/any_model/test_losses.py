@@ -137,6 +137,14 @@ def test_initialize_gives_it_to_models_of_transformers(kind: str) -> None:
     assert (grad - expected_grad).norm() <= 1e-3 * expected_grad.norm()
 
 
+def test_a_model_that_names_no_loss_has_that_of_the_next_token() -> None:
+    """As transformers takes it; its parts without a head have none."""
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=VOCAB, use_cache=False)
+    model = initialized(transformers.GPT2LMHeadModel(config))
+    assert model.loss_type is None and model._loss_function is causal_lm_loss
+    assert not hasattr(model.transformer, "_loss_function")
+
+
 def test_a_loss_of_the_users_own_stays() -> None:
     model = tiny()
     model.loss_function = own = lambda logits, labels, vocab_size, **unused: logits.float().mean()
