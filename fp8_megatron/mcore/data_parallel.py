@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -61,15 +60,15 @@ def finalize_model_grads(
     model: list[FP8DataParallel],
     num_tokens: object = None,
     *,
-    then: Callable[[Sequence[torch.nn.Module]], None] | None = None,
+    then: Callable[[Sequence[ReportingPart]], None] | None = None,
     **unused: object,
 ) -> None:
     """Finish the gradients of this rank's model chunks, after the last backward of a step.
 
     Args:
         num_tokens: unused, like megatron-core's groups and ``force_all_reduce``; it is for losses per token.
-        then: called with the chunks' modules (`parts.Parts.after_gradients`).
+        then: called with what the chunks have that reports (`parts.Parts.after_gradients`).
     """
     finish_gradients([chunk.data_parallel for chunk in model])
     if then is not None:
-        then([chunk.module for chunk in model])
+        then([part for chunk in model for part in chunk.reporting])

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -59,11 +58,11 @@ class Parts:
     Attributes:
         settings: of megatron-core's `TransformerConfig`.
         mlps: layer, counted over the whole model → what it has in the place of the MLP.
-        after_gradients: called with a rank's model chunks when a step's gradients are complete.
+        after_gradients: called with a rank's reporting parts when a step's gradients are complete.
         layer_table: how what its layers report lies in one tensor; None: they report nothing.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     mlps: Mapping[int, MLPPart] = field(default_factory=dict)
-    after_gradients: Callable[[Sequence[torch.nn.Module]], None] | None = None
+    after_gradients: Callable[[Sequence[ReportingPart]], None] | None = None
     layer_table: Callable[[Topology], LayerTable] | None = None

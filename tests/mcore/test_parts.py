@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from fp8_megatron.config.schema import PrecisionConfig
-from fp8_megatron.mcore.parts import Parts
+from fp8_megatron.mcore.parts import Parts, ReportingPart
 from fp8_megatron.nn.links import LayerLinks
 from fp8_megatron.quantization.recipe import Recipe
 from fp8_megatron.training import build
@@ -46,8 +46,8 @@ def test_another_part_takes_the_place_of_an_mlp(precision: str, monkeypatch: pyt
         asked.append(recipe is not None)
         return ModuleSpec(module=Gain)
 
-    def after_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-        finished.append(len(chunks))
+    def after_gradients(parts: Sequence[ReportingPart]) -> None:
+        finished.append(len(parts))
 
     def keep(gpt: TinyGPT) -> None:
         found.extend(gpt.model[0].reporting)

@@ -10,7 +10,7 @@ from ...mcore.parts import Parts
 from ...mcore.topology import Topology
 from ..router_report import RouterTable, router_table
 from .layer import mixture_spec
-from .router import routers_of, update_expert_biases
+from .router import update_expert_biases
 
 
 def mixture_parts(config: Config) -> Parts:
@@ -19,7 +19,7 @@ def mixture_parts(config: Config) -> Parts:
     return Parts(
         settings=mixture_settings(config),
         mlps=dict.fromkeys(model.expert_layers, partial(mixture_spec, activation=model.activation)),
-        after_gradients=lambda chunks: update_expert_biases(routers_of(chunks)),
+        after_gradients=update_expert_biases,
         layer_table=partial(_router_table, config),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -276,20 +276,16 @@ def _in_three(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def update_expert_biases(routers: Sequence[Router]) -> None:
+def update_expert_biases(parts: Sequence[object]) -> None:
     """Raise the bias of experts with fewer tokens than the mean, and lower that of the others (arXiv 2408.15664).
 
-    All ranks that hold the routers call it after a step. One sum over ranks carries the loads of all of them.
+    All ranks that hold routers call it after a step, with their parts of layers. One sum over ranks carries all
+    loads.
     """
-    biased = [router for router in routers if router.expert_bias is not None]
+    biased = [part for part in parts if isinstance(part, Router) and part.expert_bias is not None]
     if not biased:
         return
     totals = torch.stack([router.load for router in biased])
     torch.distributed.all_reduce(totals, group=biased[0].tp_dp_cp_group)
     for router, total in zip(biased, totals, strict=True):
         router.expert_bias += router.config.moe_router_bias_update_rate * torch.sign(total.mean() - total)
-
-
-def routers_of(chunks: Iterable[torch.nn.Module]) -> list[Router]:
-    """The routers of model chunks."""
-    return [child for chunk in chunks for child in chunk.modules() if isinstance(child, Router)]
