@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +92,23 @@ def test_a_hung_rank_is_killed(ranks: RankPool) -> None:
 def test_what_does_not_pickle_is_an_error_of_the_rank(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 0 of 1(?s:.)*pickle"):
         ranks.run(_unpicklable, num_ranks=1)
+
+
+def _of_groups_in_a_cycle() -> int:
+    """How many threads of groups there are; this call leaves three groups more."""
+    torch.distributed.init_process_group("gloo")
+    groups: list[object] = [torch.distributed.new_group() for _ in range(3)]
+    groups.append(groups)
+    threads = Path("/proc/self/task").iterdir()
+    number = sum((thread / "comm").read_text().startswith("gloo") for thread in threads)
+    torch.distributed.destroy_process_group()
+    return number
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux names them")
+def test_groups_of_an_earlier_call_are_gone(ranks: RankPool) -> None:
+    first, *later = (ranks.run(_of_groups_in_a_cycle, num_ranks=2) for _ in range(4))
+    assert first[0] > 0 and later == [first] * 3
 
 
 def test_the_last_results_are_kept(ranks: RankPool) -> None:

@@ -129,9 +129,11 @@ def _run(style: str, folder: Path) -> Path:
     root = Path(__file__).parents[2]
     off = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}  # megatron-core compiles parts of its router
     environment = {**os.environ, **off, "PYTHONPATH": str(root)}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks_of(style)}"]
-    words = [sys.executable, "-W", "ignore", *(launcher if num_ranks_of(style) > 1 else [])]
-    words += ["-m", "tests.harness.megatron_run", style, str(folder)]
+    # Not by its name: megatron-core's processes would import it again.
+    words = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import main; main({style!r}, {str(folder)!r})"]
+    if num_ranks_of(style) > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks_of(style)}"]
+        words = [sys.executable, "-W", "ignore", *launcher, "--no-python", *words]
     subprocess.run(words, check=True, cwd=root, env=environment, capture_output=True, timeout=280)
     return folder
 
@@ -329,7 +331,3 @@ def _new(root: Path) -> Path:
         (root / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
     torch.distributed.barrier()
     return folder
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
