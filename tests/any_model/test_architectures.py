@@ -1,7 +1,7 @@
 """`initialize` over models of other libraries: the loss of FP32 AdamW within 2%, at every level.
 
-The loss of a run is its mean over the last 40 of 200 steps. All runs of an architecture see the same batches and start
-from the same values.
+The loss of a run is its mean over the last 20 of 100 steps. All runs of an architecture see the same batches and start
+from the same values. O3 differs from O2 by what ranks send: one process has the same bits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import fp8_megatron
 from fp8_megatron.any_model import report
 from tests.any_model.architectures import ARCHITECTURES, Architecture
 
-LEVELS = ("O1", "O2", "O3")
-NUM_STEPS, NUM_LAST = 200, 40
+LEVELS = ("O1", "O2")
+NUM_STEPS, NUM_LAST = 100, 20
 
 CASES = [
     pytest.param(name, marks=[pytest.mark.slow] if architecture.is_slow else [])
@@ -22,7 +22,7 @@ CASES = [
 ]
 
 
-def losses(architecture: Architecture, level: str | None) -> list[float]:
+def losses(architecture: Architecture, level: str | None, num_steps: int = NUM_STEPS) -> list[float]:
     """A run at `level`; None: FP32 with torch's AdamW."""
     torch.manual_seed(0)
     model = architecture.build()
@@ -35,7 +35,7 @@ def losses(architecture: Architecture, level: str | None) -> list[float]:
     generator = torch.Generator().manual_seed(1)
     result = []
     model.train()
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         loss = architecture.loss(model, generator)
         optimizer.zero_grad()
         loss.backward()
@@ -51,6 +51,8 @@ def test_loss_of_fp32_within_two_percent(name: str) -> None:
     expected = losses(architecture, None)
     last = sum(expected[-NUM_LAST:]) / NUM_LAST
     assert last < 0.95 * expected[0], f"FP32 has learnt too little: {expected[0]} → {last}"
-    ratios = {level: sum(losses(architecture, level)[-NUM_LAST:]) / NUM_LAST / last for level in LEVELS}
+    runs = {level: losses(architecture, level) for level in LEVELS}
+    ratios = {level: sum(run[-NUM_LAST:]) / NUM_LAST / last for level, run in runs.items()}
     print(f"{name}: {expected[0]:.3f} → {last:.3f}; " + ", ".join(f"{k} {v:.4f}" for k, v in ratios.items()))
     assert all(abs(ratio - 1.0) < 0.02 for ratio in ratios.values()), (last, ratios)
+    assert losses(architecture, "O3", 10) == runs["O2"][:10]

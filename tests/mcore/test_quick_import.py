@@ -16,7 +16,8 @@ import torch
 before = torch.compile
 {first}
 import fp8_megatron.training.trainer
-print(torch.compile is before, *{{"torch._inductor.compile_fx", "torch._dynamo.convert_frame", "wandb"}} & set(sys.modules))
+late = {{"torch._inductor.compile_fx", "torch._dynamo.convert_frame", "wandb"}}
+print(torch.compile is before, *late & set(sys.modules))
 """
 
 
