@@ -70,6 +70,19 @@ def test_products_of_16_bits_are_taken_in_fp32(
     assert torch.equal(weight.grad, (g.t() @ x.detach().float()).bfloat16())
 
 
+def test_grouped_products_of_16_bits_are_taken_in_fp32() -> None:
+    x, weights = torch.randn(48, 64).bfloat16().requires_grad_(), torch.randn(3, 64, 32).bfloat16().requires_grad_()
+    ends, cotangent = torch.tensor([16, 16, 48], dtype=torch.int32), torch.randn(48, 32).bfloat16()
+    with runtime(torch.device("cpu")):
+        y = torch.nn.functional.grouped_mm(x, weights, offs=ends)
+        torch.autograd.backward(y, grad_tensors=cotangent)
+    wide = [value.detach().float().requires_grad_() for value in (x, weights)]
+    expected = torch.cat([wide[0][:16] @ wide[1][0], wide[0][16:] @ wide[1][2]])
+    expected.backward(cotangent.float())
+    for found, value in ((y, expected), (x.grad, wide[0].grad), (weights.grad, wide[1].grad)):
+        assert found is not None and value is not None and torch.equal(found, value.bfloat16())
+
+
 def test_other_backward_calls_are_torch_s_own() -> None:
     """Several tensors, kept graphs, chosen inputs, an input that is not used, and a vector without a gradient."""
     x = torch.randn(4, requires_grad=True)
