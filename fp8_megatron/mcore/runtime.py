@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel import random as mcore_random
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_MATMULS = (torch.matmul, torch.Tensor.matmul, torch._grouped_mm)
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.bmm, torch.addmm, torch.baddbmm, torch._grouped_mm)
+_SIXTEEN_BITS = ({torch.bfloat16}, {torch.float16})
 #: Before the names of megatron-core's own generators, of which a run of several tensor-parallel ranks has several.
 _TRACKED = "tracker/"
 
@@ -42,13 +42,8 @@ class _CudaElsewhere(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.cuda:
             return args[0]
-        if (
-            func in self._in_fp32
-            and len(args) == 2
-            and args[0].dtype == args[1].dtype
-            and args[0].dtype in _SIXTEEN_BITS
-        ):
-            return func(args[0].float(), args[1].float(), **(kwargs or {})).to(args[0].dtype)
+        if func in self._in_fp32 and "out" not in (kwargs or {}) and {a.dtype for a in args} in _SIXTEEN_BITS:
+            return func(*(a.float() for a in args), **(kwargs or {})).to(args[0].dtype)
         if func is torch.autograd.backward and self._in_fp32:
             pairs = _plain_backward(**inspect.signature(func).bind(*args, **(kwargs or {})).arguments)
             if pairs is not None:

@@ -140,23 +140,11 @@ def _halved(x: Tensor, coefficients: Coefficients, group: Group | None) -> Tenso
 def _whole(x: Tensor, coefficients: Coefficients, group: Group | None) -> Tensor:
     """A step with torch's products."""
     a, b, c = coefficients
-    gram = _bmm(x, x.mT)
+    gram = torch.bmm(x, x.mT)
     if group is not None:
         torch.distributed.all_reduce(gram, group=group)
-    factor = _bmm(gram, gram, gram, beta=b, alpha=c)
-    return _bmm(factor, x, x, beta=a)
-
-
-def _bmm(a: Tensor, b: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """alpha · a·b + beta · addend of stacks in BF16, accumulated in FP32 and rounded once.
-
-    A CPU without BF16 instructions takes 50 times as long for products in BF16 as in FP32: there they are FP32.
-    """
-    if addend is None:
-        return torch.bmm(a, b) if a.is_cuda else torch.bmm(a.float(), b.float()).to(a.dtype)
-    if a.is_cuda:
-        return torch.baddbmm(addend, a, b, beta=beta, alpha=alpha)
-    return torch.baddbmm(addend.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
+    factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    return torch.baddbmm(x, factor, x, beta=a)
 
 
 def _error(x: Tensor, group: Group | None) -> Tensor:

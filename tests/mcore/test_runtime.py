@@ -83,6 +83,22 @@ def test_grouped_products_of_16_bits_are_taken_in_fp32() -> None:
         assert found is not None and value is not None and torch.equal(found, value.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_with_products_of_16_bits_are_taken_in_fp32(dtype: torch.dtype) -> None:
+    """Rounded once. What is written to a given tensor, and products of other dtypes, are torch's own."""
+    c, a, b = (torch.randn(2, 24, 24).to(dtype) for _ in range(3))
+    wide = [c.float(), a.float(), b.float()]
+    with runtime(torch.device("cpu")):
+        assert torch.equal(torch.bmm(a, b), torch.bmm(*wide[1:]).to(dtype))
+        assert torch.equal(torch.baddbmm(c, a, b, beta=0.5), torch.baddbmm(*wide, beta=0.5).to(dtype))
+        assert torch.equal(
+            torch.addmm(c[0], a[0], b[0], alpha=2), torch.addmm(*(x[0] for x in wide), alpha=2).to(dtype)
+        )
+        written = torch.empty_like(c)
+        assert torch.bmm(a, b, out=written) is written
+        assert torch.bmm(a.double(), b.double()).dtype is torch.float64
+
+
 def test_other_backward_calls_are_torch_s_own() -> None:
     """Several tensors, kept graphs, chosen inputs, an input that is not used, and a vector without a gradient."""
     x = torch.randn(4, requires_grad=True)
