@@ -14,8 +14,8 @@ SETUP := .venv/.installed
 endif
 
 PYTEST := $(PY) -m pytest
-# What is tested on a CPU sees no GPU: two ranks of a test would want two.
-ON_CPU := CUDA_VISIBLE_DEVICES=
+# What is tested on a CPU sees no GPU: two ranks of a test would want two. Memory as in `commands.launch.hide_gpus`.
+ON_CPU := CUDA_VISIBLE_DEVICES= MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824
 BIN := $(filter-out ./,$(dir $(PY)))
 SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/slurm/*)
 

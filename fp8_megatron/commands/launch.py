@@ -184,9 +184,15 @@ def check_gpus(placement: NodeRanks) -> None:
 
 
 def hide_gpus() -> None:
-    """Hide GPUs from ranks on a CPU. Ranks share the cores, so each gets one thread unless the user chose otherwise."""
+    """Hide GPUs from ranks on a CPU, and set what makes a step there faster, where the user has not.
+
+    Ranks share the cores, so each gets one thread. The C library keeps freed tensors: given back to the system, a tenth
+    of a step would go to the pages of the next ones.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 30))
 
 
 def run_ranks(module: str, words: Sequence[str], placement: NodeRanks, *, folder: Path | None = None) -> int:
