@@ -1,4 +1,4 @@
-"""`initialize` over models of other libraries: the loss of FP32 AdamW within 2%, at every level.
+"""`initialize` over models of other libraries: the loss of FP32 AdamW within 2%.
 
 The loss of a run is its mean over the last 20 of 100 steps. All runs of an architecture see the same batches and start
 from the same values. O3 differs from O2 by what ranks send: one process has the same bits.
@@ -13,7 +13,8 @@ import fp8_megatron
 from fp8_megatron.any_model import report
 from tests.any_model.architectures import ARCHITECTURES, Architecture
 
-LEVELS = ("O1", "O2")
+#: O1 has the user's own optimizer; these are a kind each.
+WITH_O1 = ("mlp", "cnn", "gpt2", "vit")
 NUM_STEPS, NUM_LAST = 100, 20
 
 CASES = [
@@ -51,7 +52,7 @@ def test_loss_of_fp32_within_two_percent(name: str) -> None:
     expected = losses(architecture, None)
     last = sum(expected[-NUM_LAST:]) / NUM_LAST
     assert last < 0.95 * expected[0], f"FP32 has learnt too little: {expected[0]} → {last}"
-    runs = {level: losses(architecture, level) for level in LEVELS}
+    runs = {level: losses(architecture, level) for level in (("O1", "O2") if name in WITH_O1 else ("O2",))}
     ratios = {level: sum(run[-NUM_LAST:]) / NUM_LAST / last for level, run in runs.items()}
     print(f"{name}: {expected[0]:.3f} → {last:.3f}; " + ", ".join(f"{k} {v:.4f}" for k, v in ratios.items()))
     assert all(abs(ratio - 1.0) < 0.02 for ratio in ratios.values()), (last, ratios)

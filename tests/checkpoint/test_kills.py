@@ -115,7 +115,7 @@ def test_kills_at_random_instants(ranks: RankPool, tmp_path: Path, in_background
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True], ids=["at_once", "in_background"])
-@pytest.mark.parametrize(("num_ranks", "num_kills"), [(1, 25), (2, 8)])
+@pytest.mark.parametrize(("num_ranks", "num_kills"), [(1, 15), (2, 6)])
 def test_many_kills_at_random_instants(
     ranks: RankPool, tmp_path: Path, num_ranks: int, num_kills: int, in_background: bool
 ) -> None:

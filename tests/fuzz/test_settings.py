@@ -148,12 +148,22 @@ def test_a_whole_run_of_good_settings_trains(tmp_path: Path, forks: Executor) ->
     assert ending.status == 0 and "iter 2/2 | loss" in ending.output, ending
 
 
+#: Settings that share a run, from all over the list.
+SHARING = [list(FIELDS)[first :: -(-len(FIELDS) // 3)] for first in range(-(-len(FIELDS) // 3))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_whole_run_trains_or_says_why(name: str, tmp_path: Path, forks: Executor) -> None:
-    """What passes the checks trains, or ends in one line."""
-    overrides = {name: None} if name in TINY_RUN else {}
-    ending = whole_run(forks, tmp_path, f"{flag(name)}={sampled(name)}", **overrides)
-    assert "Traceback" not in ending.errors and "internal error" not in ending.errors, ending.errors
-    assert ending.status in (0, 1, 2, *((None, -signal.SIGTERM) if ending.was_asked else ())), ending
-    assert ending.status in (0, None, -signal.SIGTERM) or ending.errors.strip(), ending
+@pytest.mark.parametrize("names", SHARING, ids="+".join)
+def test_a_whole_run_trains_or_says_why(names: list[str], tmp_path: Path, forks: Executor) -> None:
+    """What passes the checks trains, or ends in one line. Settings that the checks refuse together have runs alone."""
+    words = {name: f"{flag(name)}={sampled(name)}" for name in names}
+    plain = tiny_flags(Path("unused"), **dict.fromkeys(TINY_RUN.keys() & words.keys()))
+    together = outcome([*plain, *words.values()]) is None
+    for of_run in [names] if together else [[name] for name in names]:
+        folder = tmp_path / of_run[0]
+        folder.mkdir()
+        overrides = dict.fromkeys(TINY_RUN.keys() & set(of_run))
+        ending = whole_run(forks, folder, *(words[name] for name in of_run), **overrides)
+        assert "Traceback" not in ending.errors and "internal error" not in ending.errors, ending.errors
+        assert ending.status in (0, 1, 2, *((None, -signal.SIGTERM) if ending.was_asked else ())), ending
+        assert ending.status in (0, None, -signal.SIGTERM) or ending.errors.strip(), ending
