@@ -186,8 +186,8 @@ def check_gpus(placement: NodeRanks) -> None:
 def hide_gpus() -> None:
     """Hide GPUs from ranks on a CPU, and set what makes a step there faster, where the user has not.
 
-    Ranks share the cores, so each gets one thread. The C library keeps freed tensors: given back to the system, a tenth
-    of a step would go to the pages of the next ones.
+    Ranks share the cores, so each gets one thread. The C library keeps the memory of freed tensors: if it gave it back,
+    the system would clear pages for the next ones, which takes about a tenth of a step.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")

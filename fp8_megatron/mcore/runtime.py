@@ -42,8 +42,10 @@ class _CudaElsewhere(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.cuda:
             return args[0]
-        if func in self._in_fp32 and "out" not in (kwargs or {}) and {a.dtype for a in args} in _SIXTEEN_BITS:
-            return func(*(a.float() for a in args), **(kwargs or {})).to(args[0].dtype)
+        if func in self._in_fp32 and {getattr(operand, "dtype", None) for operand in args} in _SIXTEEN_BITS:
+            given = kwargs or {}
+            if given.get("out") is None and given.get("out_dtype") is None:
+                return func(*(operand.float() for operand in args), **given).to(args[0].dtype)
         if func is torch.autograd.backward and self._in_fp32:
             pairs = _plain_backward(**inspect.signature(func).bind(*args, **(kwargs or {})).arguments)
             if pairs is not None:

@@ -151,7 +151,8 @@ def test_a_whole_run_of_good_settings_trains(tmp_path: Path, forks: Executor) ->
 
 
 #: Settings that share a run, from all over the list.
-SHARING = [list(FIELDS)[first :: -(-len(FIELDS) // 3)] for first in range(-(-len(FIELDS) // 3))]
+NUM_RUNS = -(-len(FIELDS) // 3)
+SHARING = [list(FIELDS)[first::NUM_RUNS] for first in range(NUM_RUNS)]
 
 
 @pytest.mark.slow

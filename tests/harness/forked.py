@@ -125,9 +125,10 @@ def _be_child(program: Callable[[], object], folder: Path, output: int, errors: 
         limit = _address_bytes() + address_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if "torch" in sys.modules:
+        torch = sys.modules.get("torch")
+        if torch is not None:
             # After a fork torch makes its pool of threads anew at the first use, which two threads must not do at once.
-            sys.modules["torch"].set_num_threads(sys.modules["torch"].get_num_threads())
+            torch.set_num_threads(torch.get_num_threads())
         try:
             result = program()
             status = result if isinstance(result, int) else 0
