@@ -1,4 +1,7 @@
-"""The FP8 linear layer as two operators, for `torch.compile`: no graph break, and nothing of a layer in the graph.
+"""The FP8 linear layer as three operators, for `torch.compile`: no graph break, and nothing of a layer in the graph.
+
+The cast of the input is an operator of its own. A compiler runs equal calls once, so layers with the same input share
+its cast, and what backward keeps of it. Under delayed scaling each layer has scales of its own, and casts itself.
 
 An operator finds its layer by a number. The number is the value of a tensor on the CPU, the layer's token, so that
 equal layers have equal graphs. The token requires a gradient: that keeps backward in the graph, where it gives the
@@ -13,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +25,13 @@ from torch.autograd.function import once_differentiable
 from ..dtypes import E4M3
 from ..errors import UserError
 from ..formats.format import Quantized
-from ..quantization.recipe import LinearQuantizers
+from ..formats.recipes import input_format
+from ..quantization.recipe import LinearQuantizers, Quantizer
 from ..quantization.scaled_tensor import ScaledTensor
+from ..quantization.sources import TensorSource
 from . import row_scaled
-from .gemms import LinearParams, note_forward
-from .linear import linear_backward, linear_forward
+from .gemms import LinearParams, fprop, note_forward
+from .linear import linear_backward
 
 
 class CompilableLayer(Protocol):
@@ -37,6 +42,7 @@ class CompilableLayer(Protocol):
     out_features: int
     token: Tensor
     scales_grad_rows: bool
+    input_format: str  # the text of the format of inputs
 
     @property
     def evaluates(self) -> bool:
@@ -65,11 +71,34 @@ def layer_of(token: Tensor) -> Any:
 def compiled_linear(x: Tensor, layer: CompilableLayer, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """y [T, N] in `dtype` = x [T, K] · Wᵀ + bias [N], with the bits of `fp8_linear`."""
     keeps_input = torch.is_grad_enabled() and layer.weight.requires_grad
-    format = layer.quantizers.input.format
-    scales = format.scale_shape(x.shape[1], x.shape[0]), format.scale_dtype
-    call = (layer.out_features, dtype, keeps_input, *scales, layer.evaluates, layer.scales_grad_rows)
-    y: Tensor = _Linear.apply(x, layer.token, bias, *call)
+    input = layer.quantizers.input
+    rows, columns = x.shape
+    cast = _Cast(
+        layer.input_format,
+        keeps_input and not layer.scales_grad_rows,
+        input.format.scale_shape(rows, columns),
+        (0,) if input.format.transpose_keeps_scale else input.format.scale_shape(columns, rows),
+        input.format.scale_dtype,
+    )
+    call = (layer.out_features, dtype, keeps_input, layer.evaluates, layer.scales_grad_rows)
+    y: Tensor = _Linear.apply(x, layer.token, bias, input.history is not None, cast, *call)
     return y
+
+
+class _Cast(NamedTuple):
+    """How the operator `cast_input` casts.
+
+    Attributes:
+        format: the text of the format (`input_format`).
+        keeps_columns: backward takes the columns.
+        scale_shape, scale_shape_t, scale_dtype: of the scales of the rows, and of the columns if they have their own.
+    """
+
+    format: str
+    keeps_columns: bool
+    scale_shape: Sequence[int]
+    scale_shape_t: Sequence[int]
+    scale_dtype: torch.dtype
 
 
 _NAMESPACE = "fp8_megatron"
@@ -89,50 +118,89 @@ def define(name: str, function: Callable[..., Any], fake: Callable[..., Any]) ->
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
 
 
+def _cast_input(
+    x: Tensor,
+    token: Tensor | None,
+    evaluates: bool,
+    format: str,
+    keeps_columns: bool,
+    scale_shape: Sequence[int],
+    scale_shape_t: Sequence[int],
+    scale_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The input x [T, K] in FP8 and its scales; its transpose [K, T] and the scales of that.
+
+    The latter two are empty if not `keeps_columns`, the last one also if the rows have the same scale.
+
+    Args:
+        token: of the layer, whose casts have scales of their own; None: the values give the scales.
+        evaluates: the layer's casts leave no amax behind (`CompilableLayer.evaluates`).
+        format, keeps_columns, scale_shape, scale_shape_t, scale_dtype: see `_Cast`.
+    """
+    quantizer = Quantizer(input_format(format)) if token is None else _quantizers(token, evaluates).input
+    cast = quantizer.quantize(TensorSource(x, True, keeps_columns))
+    # The compiler may write to memory that it was given; a delayed scale is not its own.
+    scale = cast.scale if quantizer.history is None else cast.scale.clone()
+    if not keeps_columns:
+        return cast.payload, scale, x.new_empty(0, dtype=cast.payload.dtype), scale.new_empty(0)
+    return cast.payload, scale, cast.payload_t, scale.new_empty(0) if cast.scale_t is None else cast.scale_t
+
+
+def _fake_cast_input(
+    x: Tensor,
+    token: Tensor | None,
+    evaluates: bool,
+    format: str,
+    keeps_columns: bool,
+    scale_shape: Sequence[int],
+    scale_shape_t: Sequence[int],
+    scale_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    return (
+        x.new_empty((rows, columns), dtype=E4M3),
+        x.new_empty(scale_shape, dtype=scale_dtype),
+        x.new_empty((columns, rows) if keeps_columns else (0,), dtype=E4M3),
+        x.new_empty(scale_shape_t if keeps_columns else (0,), dtype=scale_dtype),
+    )
+
+
 def _linear(
     x: Tensor,
+    scale: Tensor,
     token: Tensor,
     bias: Tensor | None,
     out_features: int,
     dtype: torch.dtype,
     keeps_input: bool,
-    scale_shape: Sequence[int],
-    scale_dtype: torch.dtype,
     evaluates: bool,
-    scales_rows: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y [T, N] in `dtype`, and what wgrad takes of the input: its transpose E4M3 [K, T] with scales.
-
-    Both are empty if not `keeps_input`, and with `scales_rows`, whose wgrad takes the input itself.
+) -> Tensor:
+    """y [T, N] in `dtype`.
 
     Args:
-        x: [T, K].
+        x: FP8 [T, K], with `scale`.
         token: of the layer (`new_token`).
         bias: [N].
-        out_features, scale_shape, scale_dtype: what the fake operator's results follow from; the scales are those of
-            the transpose.
-        evaluates: the layer's casts leave no amax behind (`CompilableLayer.evaluates`).
-        scales_rows: each row of the output's gradient has a scale of its own (`row_scaled`).
+        keeps_input: backward gives the weight a gradient.
+        evaluates: see `_cast_input`.
     """
     linear = _params(token, bias, evaluates)
     if keeps_input:
         note_forward(linear)
-    keeps_columns = keeps_input and not scales_rows
-    y, operand = linear_forward(x, linear, dtype, keeps_columns=keeps_columns)
-    if not keeps_columns:
-        return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
-    columns = operand.t
-    # The compiler may write to memory that it was given; a delayed scale is not its own.
-    return y, columns.payload, columns.scale.clone() if linear.quantizers.input.history else columns.scale
+    operand = Quantized(x, None, scale, linear.quantizers.input.format)
+    return fprop(linear.parallelism.gather(operand), linear, dtype)
 
 
-def _fake_linear(x: Tensor, token: Tensor, bias: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out_features, dtype, keeps_input, scale_shape, scale_dtype, _, scales_rows = call
-    rows, columns = x.shape
-    y = x.new_empty((rows, out_features), dtype=dtype)
-    if scales_rows or not keeps_input:
-        return y, x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
-    return y, x.new_empty((columns, rows), dtype=E4M3), x.new_empty(scale_shape, dtype=scale_dtype)
+def _fake_linear(
+    x: Tensor,
+    scale: Tensor,
+    token: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    *_: bool,
+) -> Tensor:
+    return x.new_empty((x.shape[0], out_features), dtype=dtype)
 
 
 def _linear_backward(
@@ -198,19 +266,35 @@ def _fake_linear_backward(
     )
 
 
+define("cast_input", _cast_input, _fake_cast_input)
 define("linear", _linear, _fake_linear)
 define("linear_backward", _linear_backward, _fake_linear_backward)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, bias: Tensor | None, *call: Any) -> Tensor:
-        y, columns, scale = torch.ops.fp8_megatron.linear(x, token, bias, *call)
-        _, _, keeps_input, _, _, evaluates, scales_rows = call
-        ctx.save_for_backward(x if scales_rows and keeps_input else columns, scale, token)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        token: Tensor,
+        bias: Tensor | None,
+        has_own_scales: bool,
+        cast: _Cast,
+        out_features: int,
+        dtype: torch.dtype,
+        keeps_input: bool,
+        evaluates: bool,
+        scales_rows: bool,
+    ) -> Tensor:
+        own = (token, evaluates) if has_own_scales else (None, False)
+        payload, scale, columns, scale_t = torch.ops.fp8_megatron.cast_input(x, *own, *cast)
+        output: Tensor = torch.ops.fp8_megatron.linear(
+            payload, scale, token, bias, out_features, dtype, keeps_input, evaluates
+        )
+        kept = x if scales_rows and keeps_input else columns
+        ctx.save_for_backward(kept, scale if cast.scale_shape_t == (0,) else scale_t, token)
         ctx.in_features, ctx.bias_dtype = x.shape[1], None if bias is None else bias.dtype
         ctx.evaluates, ctx.scales_rows = evaluates, scales_rows
-        output: Tensor = y
         return output
 
     @staticmethod
@@ -236,7 +320,7 @@ class _Linear(torch.autograd.Function):
             grad_input if needs_grad_input else None,
             grad_token,
             grad_bias.to(ctx.bias_dtype) if has_bias else None,
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
@@ -271,8 +355,12 @@ def is_wanted(token: Tensor) -> bool:
 
 
 def _params(token: Tensor, bias: Tensor | None, evaluates: bool) -> LinearParams:
+    return LinearParams(layer_of(token).weight, bias, _quantizers(token, evaluates))
+
+
+def _quantizers(token: Tensor, evaluates: bool) -> LinearQuantizers:
     layer: CompilableLayer = layer_of(token)
-    return LinearParams(layer.weight, bias, layer.quantizers.evaluating() if evaluates else layer.quantizers)
+    return layer.quantizers.evaluating() if evaluates else layer.quantizers
 
 
 def check_no_hooks(weight: Tensor) -> None:

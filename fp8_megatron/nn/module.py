@@ -68,12 +68,14 @@ class FP8Linear(ScaledModule, torch.nn.Linear):
         "sharing",
         "recomputations",
         "scales_grad_rows",
+        "input_format",
         "_row_multiple",
     }
     weight: ScaledTensor
     quantizers: LinearQuantizers
     token: Tensor
     sharing: InputSharing
+    input_format: str
     recomputations: Recomputations | None = None
     scales_grad_rows: bool = False
 
@@ -121,6 +123,7 @@ class FP8Linear(ScaledModule, torch.nn.Linear):
         self.hold(torch.nn.Parameter(stored(value, weight, self.weight_dtype), value.requires_grad))
         self.register_parameter("bias", bias)
         self.quantizers = recipe.linear_quantizers()
+        self.input_format = str(self.quantizers.input.format)
         self._row_multiple = recipe.size_multiple
         self.token = new_token(self)
         self.sharing = InputSharing()

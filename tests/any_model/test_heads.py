@@ -232,14 +232,14 @@ def test_blocks_have_scales_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("level", "recipe"), [("O1", "delayed"), ("O2", "tensorwise"), ("O3", "tensorwise")])
-def test_a_head_trains_as_in_16_bits(level: str, recipe: str) -> None:
+def test_a_head_trains_as_one_without_fp8(level: str, recipe: str) -> None:
     """The next token, which half of the time is that of a fixed table: 100 steps, the mean loss of the last 20."""
     losses = {}
     table = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))
     for head in (False, True):
         torch.manual_seed(2)
         takes = None if head else (lambda name, layer: name != "lm_head")
-        model, optimizer = initialized(Named("lm_head").bfloat16(), level, recipe=recipe, filter=takes)
+        model, optimizer = initialized(Named("lm_head"), level, recipe=recipe, filter=takes)
         generator = torch.Generator().manual_seed(3)
         for group in optimizer.param_groups:
             group["lr"] = 1e-2

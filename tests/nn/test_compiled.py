@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
 
 from fp8_megatron import initialize
@@ -65,6 +67,7 @@ def run(model: torch.nn.Module, call: Any, rows: tuple[int, ...], dtype: torch.d
         ("delayed", (2, 64), True),
         ("blockwise", (3, 5), False),
         ("blockwise", (2, 64), True),
+        ("mxfp8", (2, 64), True),
     ],
     ids=str,
 )
@@ -181,6 +184,44 @@ def test_frozen_weights(frozen: str) -> None:
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
 
+class Projections(torch.nn.Module):
+    """Three layers with the same input, as query, key and value are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(128, 128) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.silu(x)
+        y: Tensor = self.query(x) * self.key(x) + self.value(x)
+        return y
+
+
+@pytest.mark.parametrize(("recipe", "num_casts"), [("tensorwise", 1), ("blockwise", 1), ("delayed", 3)])
+def test_layers_with_the_same_input_share_its_cast(recipe: RecipeName, num_casts: int) -> None:
+    """Under delayed scaling each has scales of its own."""
+    torch.manual_seed(0)
+    model = Projections()
+    replace_linears(model, recipe=recipe)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    expected = run(model, model, (32,), torch.float32, x_needs_grad=True)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for ours, theirs in zip(run(model, compiled, (32,), torch.float32, x_needs_grad=True), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)  # derivatives of SiLU are computed in another order
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    targets = [str(node.target) for node in nodes]
+    assert targets.count("fp8_megatron.cast_input.default") == num_casts
+    assert targets.count("fp8_megatron.linear_backward.default") == 3
+    kept = [node.meta["val"] for node in graphs[0].graph.output_node().args[0]]
+    assert sum(value.dtype is torch.float8_e4m3fn for value in kept) == num_casts
+
+
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +331,7 @@ def test_exchanged_weights_and_their_gradients() -> None:
     assert given["0.weight"].grad is not None and model[0].weight.grad is None
 
 
-@pytest.mark.parametrize("name", ["linear", "linear_backward"])
+@pytest.mark.parametrize("name", ["cast_input", "linear", "linear_backward"])
 def test_operators_stay_out_of_cuda_graphs_and_have_no_autograd(name: str) -> None:
     operator = getattr(torch.ops.fp8_megatron, name).default
     assert torch.Tag.cudagraph_unsafe in operator.tags
