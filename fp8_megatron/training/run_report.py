@@ -22,7 +22,6 @@ from ..reporting.flops import model_flops_per_token, peak_flops
 from ..reporting.memory_report import memory_table
 from ..reporting.metrics import EvalMetrics, MetricsLogger, StepMetrics
 from ..reporting.metrics_file import METRICS_FILE
-from ..reporting.plot import plot_losses
 from ..reporting.report import Output, write_report
 from ..reporting.run_log import EventKind, event
 from ..watch.restarts import Launch
@@ -227,6 +226,8 @@ class RunReport:
         """
         if not self._is_writer:
             return
+        from ..reporting.plot import plot_losses  # Matplotlib takes half a second, and no other rank draws
+
         summary = self._metrics.summary(reached=reached)
         self._metrics.close()
         model = self._config.model
