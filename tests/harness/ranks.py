@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, TypeVar
@@ -193,9 +194,24 @@ def _leave(time_of_failure: _TimeOfFailure, *args: Any) -> None:
     _destroy_process_group(*args)
 
 
+def _share_gloo_device() -> None:
+    """Let all gloo groups of this process have one device: each device has a thread that wakes up every 10 ms."""
+    plain = torch.distributed.ProcessGroupGloo
+    device = plain.create_default_device()
+
+    class OnOneDevice(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, store: torch.distributed.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = plain._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    torch.distributed.distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc, assignment]
+
+
 def _serve(connection: Connection) -> None:
     """Answer calls until the pool goes away. An answer is a result or a `_Failure`."""
     torch.set_num_threads(1)
+    _share_gloo_device()
     while True:
         try:
             request = connection.recv_bytes()
