@@ -78,10 +78,10 @@ def assert_it_is_told(text: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_word_after_every_flag(name: str) -> None:
-    """Every second word; the next setting has the others."""
-    switch = FIELDS[name].base is bool
-    for index, word in enumerate(WORDS[list(FIELDS).index(name) % 2 :: 2]):
-        as_one = switch or index % 2 == 0
+    """Every fourth word; the next settings have the others."""
+    switch, number = FIELDS[name].base is bool, list(FIELDS).index(name)
+    for index, word in enumerate(WORDS[number % 4 :: 4]):
+        as_one = switch or (index + number // 4) % 2 == 0
         words = [f"{flag(name)}={word}"] if as_one else [flag(name), word]
         said = outcome([*base(name), *words])
         assert said is not None or not switch, words
@@ -95,10 +95,10 @@ def test_every_word_after_every_flag(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_value_of_every_key(name: str, tmp_path: Path) -> None:
-    """Every second value; the next setting has the others."""
+    """Every fourth value; the next settings have the others."""
     path = tmp_path / "x.yaml"
     dumped = [yaml.safe_dump(word, allow_unicode=True).split("\n...")[0] for word in WORDS[::2]]
-    texts = [f"{name}: {value}\n" for value in (*YAML_VALUES, *dumped)][list(FIELDS).index(name) % 2 :: 2]
+    texts = [f"{name}: {value}\n" for value in (*YAML_VALUES, *dumped)][list(FIELDS).index(name) % 4 :: 4]
     for text in (*texts, f"{name}: 1\n{name}: 1\n", f"? {name}\n", f"{name}:\n  {name}: 1\n"):
         path.write_bytes(text.encode(errors="surrogateescape"))
         said = outcome(["--config", str(path), *base(name)])
@@ -151,7 +151,7 @@ def test_a_whole_run_of_good_settings_trains(tmp_path: Path, forks: Executor) ->
 
 
 #: Settings that share a run, from all over the list.
-NUM_RUNS = -(-len(FIELDS) // 3)
+NUM_RUNS = -(-len(FIELDS) // 4)
 SHARING = [list(FIELDS)[first::NUM_RUNS] for first in range(NUM_RUNS)]
 
 
