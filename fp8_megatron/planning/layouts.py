@@ -138,13 +138,19 @@ def better_accumulation(layout: Layout, cluster: Cluster) -> Layout | None:
     return found if found and found.step and found.step.total < 0.99 * layout.step.total else None
 
 
-def largest_peak(config: Config, world_size: int, *, records: bool = False) -> tuple[int, PeakBytes]:
-    """The pipeline stage with the largest peak, and that peak."""
-    vocab = padded_vocab_size(config)
-    peaks = [
-        predict_peak(config, vocab, world_size=world_size, stage=stage, records=records)
-        for stage in range(config.parallel.pipeline_model_parallel_size)
-    ]
+def largest_peak(
+    config: Config, world_size: int, *, records: bool = False, room: float = math.inf
+) -> tuple[int, PeakBytes]:
+    """The pipeline stage with the largest peak, and that peak.
+
+    Args:
+        room: bytes. Stages behind the first one that needs more are left out.
+    """
+    vocab, peaks = padded_vocab_size(config), []
+    for stage in range(config.parallel.pipeline_model_parallel_size):
+        peaks.append(predict_peak(config, vocab, world_size=world_size, stage=stage, records=records))
+        if peaks[-1].total > room:
+            break
     stage = max(range(len(peaks)), key=lambda index: peaks[index].total)
     return stage, peaks[stage]
 
@@ -225,7 +231,7 @@ def _fitted(config: Config, cluster: Cluster, records: bool) -> Layout | None:
     """The layout with its predictions, or None if it does not fit. A recording that does not fit is not made."""
     room = ROOM * cluster.memory_bytes
     for with_recording in (True, False) if records else (False,):
-        stage, peak = largest_peak(config, cluster.gpus, records=with_recording)
+        stage, peak = largest_peak(config, cluster.gpus, records=with_recording, room=room)
         if peak.total <= room:
             step = None
             if why_no_time(config) is None:
