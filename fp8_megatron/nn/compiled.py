@@ -147,21 +147,14 @@ def _cast_input(
 
 
 def _fake_cast_input(
-    x: Tensor,
-    token: Tensor | None,
-    evaluates: bool,
-    format: str,
-    keeps_columns: bool,
-    scale_shape: Sequence[int],
-    scale_shape_t: Sequence[int],
-    scale_dtype: torch.dtype,
+    x: Tensor, token: Tensor | None, evaluates: bool, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, columns = x.shape
+    cast, (rows, columns) = _Cast(*call), x.shape
     return (
         x.new_empty((rows, columns), dtype=E4M3),
-        x.new_empty(scale_shape, dtype=scale_dtype),
-        x.new_empty((columns, rows) if keeps_columns else (0,), dtype=E4M3),
-        x.new_empty(scale_shape_t if keeps_columns else (0,), dtype=scale_dtype),
+        x.new_empty(cast.scale_shape, dtype=cast.scale_dtype),
+        x.new_empty((columns, rows) if cast.keeps_columns else (0,), dtype=E4M3),
+        x.new_empty(cast.scale_shape_t if cast.keeps_columns else (0,), dtype=cast.scale_dtype),
     )
 
 
