@@ -69,11 +69,11 @@ def _offloaded_layers(config: Config) -> int:
 def _longest(config: Config, cluster: Cluster, form: Longest) -> Longest:
     parallel = config.parallel
     step = _STEP * 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size
-    fits, too_long = 0, _MOST // step + 1
+    fits, too_long, room = 0, _MOST // step + 1, ROOM * cluster.memory_bytes
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        _, peak = largest_peak(_of_length(config, middle * step, form), cluster.gpus)
-        if peak.total <= ROOM * cluster.memory_bytes:
+        _, peak = largest_peak(_of_length(config, middle * step, form), cluster.gpus, room=room)
+        if peak.total <= room:
             fits = middle
         else:
             too_long = middle
