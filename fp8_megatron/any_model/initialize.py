@@ -21,6 +21,7 @@ from ..quantization.recipe import Recipe
 from .build import build_optimizer
 from .kinds import is_fp8
 from .linears import LinearFilter, replace_linears
+from .left_out_masks import leave_out_masks
 from .losses import take_16_bit_logits
 from .optimizer import FP8Optimizer, is_fully_sharded, is_sharded
 from .quantized_layers import find_quantized
@@ -90,7 +91,7 @@ def initialize(
         }
         unread = [name for name, is_given in given.items() if is_given]
         sharded = _initialize_sharded(model, optimizer, opt_level, unread)
-        take_16_bit_logits(model)
+        _suit_transformers(model)
         return model, sharded
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
@@ -130,10 +131,15 @@ def initialize(
         process_group=process_group,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
-    take_16_bit_logits(model)
+    _suit_transformers(model)
     _warn_of_vain_recomputing(model, built)
     _warn_of_old_weights(names, replaced, built)
     return model, built
+
+
+def _suit_transformers(model: torch.nn.Module) -> None:
+    take_16_bit_logits(model)
+    leave_out_masks(model)
 
 
 def _check_values(opt_level: str, filter: object, process_group: object, gradient_accumulation_steps: object) -> None:
