@@ -247,6 +247,10 @@ def build(work: Work, run: str, device: torch.device, *, tiny: bool) -> Trainee:
 
         _swap_linears(model, nn.Linear)  # torchao converts nn.Linear alone: GPT-2 is made of Conv1D
         convert_to_float8_training(model, module_filter_fn=_may_be_float8)
+    elif run == "bf16-unmasked":
+        from fp8_megatron.any_model.left_out_masks import leave_out_masks
+
+        leave_out_masks(model)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, weight_decay=0.05, fused=device.type == "cuda" and not run.startswith("O")
     )
