@@ -20,8 +20,8 @@ from ..nn.recomputed import Recomputations
 from ..quantization.recipe import Recipe
 from .build import build_optimizer
 from .kinds import is_fp8
-from .linears import LinearFilter, replace_linears
 from .left_out_masks import leave_out_masks
+from .linears import LinearFilter, replace_linears
 from .losses import take_16_bit_logits
 from .optimizer import FP8Optimizer, is_fully_sharded, is_sharded
 from .quantized_layers import find_quantized
