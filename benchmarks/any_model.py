@@ -46,9 +46,9 @@ from fp8_megatron.device.device import select_device
 from fp8_megatron.outputs import write_output
 
 _USUAL_RUNS = ("bf16-amp", "te-delayed", "O1", "O2", "O3")
-#: torchao is made for torch.compile. "bf16-unmasked" leaves out transformers' masks as `initialize` does. The last two
-#: compute activations again in backward.
-RUNS = (*_USUAL_RUNS, "bf16-unmasked", "torchao-tensorwise", "O2-recompute", "O3-recompute")
+#: torchao is made for torch.compile. "bf16-unmasked" leaves out masks as `initialize` does. Ours has delayed
+#: scales unless it says tensorwise. The last two compute activations again in backward.
+RUNS = (*_USUAL_RUNS, "bf16-unmasked", "torchao-tensorwise", "O2-tensorwise", "O2-recompute", "O3-recompute")
 #: The strongest rivals of most models, and ours beside them.
 _COMPILED = ("bf16-amp", "torchao-tensorwise", "O2")
 #: The package that a peer needs.

@@ -257,9 +257,13 @@ def build(work: Work, run: str, device: torch.device, *, tiny: bool) -> Trainee:
     if run.startswith("O"):
         import fp8_megatron
 
-        level, _, recomputes = run.partition("-")
+        level, _, more = run.partition("-")
         model, optimizer = fp8_megatron.initialize(
-            model, optimizer, opt_level=level, recipe="delayed", recompute_activations=bool(recomputes)
+            model,
+            optimizer,
+            opt_level=level,
+            recipe="tensorwise" if more == "tensorwise" else "delayed",
+            recompute_activations=more == "recompute",
         )
     return Trainee(model, optimizer, lambda: _context(run, device))
 
