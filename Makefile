@@ -59,8 +59,7 @@ build/triton-$(TRITON)/.installed: $(SETUP)
 triton: build/triton-$(TRITON)/.installed
 
 test-triton: build/triton-$(TRITON)/.installed  ## All Triton kernels without a GPU: their numbers, and compiled for every GPU with FP8 (TRITON=3.6.0)
-	PYTHONPATH=$(<D) TRITON_INTERPRET=1 $(ON_CPU) $(PYTEST) -n 2 tests/kernels/test_triton_numbers.py
-	PYTHONPATH=$(<D) TRITON_INTERPRET=1 $(ON_CPU) $(PYTEST) -n 2 -m gpu tests/kernels/test_amax_history_triton.py
+	PYTHONPATH=$(<D) TRITON_INTERPRET=1 $(ON_CPU) $(PYTEST) -n 2 -m "not multigpu and not slow" tests/kernels/test_triton_numbers.py tests/kernels/test_amax_history_triton.py
 	PYTHONPATH=$(<D) TRITON_CACHE_DIR=build/triton-cache $(ON_CPU) $(PYTEST) -n 2 tests/kernels/test_triton_compiles.py
 
 TESTS ?= tests/kernels/test_triton.py
