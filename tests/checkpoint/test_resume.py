@@ -66,6 +66,11 @@ def run(
     return ranks.run(run_tiny_on_a_rank, config, num_steps, load, save, options, 4, num_ranks=num_ranks)
 
 
+def straight_run(ranks: RankPool, num_ranks: int, config: Config) -> list[TinyRun]:
+    """Four steps that are neither saved nor resumed."""
+    return ranks.run_once(run_tiny_on_a_rank, config, 4, None, None, None, 4, num_ranks=num_ranks)
+
+
 def assert_goes_on(resumed: TinyRun, straight: TinyRun) -> None:
     """The resumed run is the end of the straight one."""
     assert resumed.losses == straight.losses[-len(resumed.losses) :]
@@ -89,7 +94,7 @@ def _run_and_save_in_pieces(config: Config, num_steps: int, save: Path) -> TinyR
 def test_state_is_written_in_pieces(ranks: RankPool, tmp_path: Path, parallel: ParallelConfig, form: str) -> None:
     """No chunk exceeds the limit, and the resumed run equals one that never stopped."""
     config = config_of(FORMS[form], parallel)
-    straight = run(ranks, 2, config, 4, None, None)
+    straight = straight_run(ranks, 2, config)
     ranks.run(_run_and_save_in_pieces, config, 2, tmp_path, num_ranks=2)
     folder = tmp_path / "iter_0000002"
     assert {path.name for path in folder.glob("*.distcp")} == {
@@ -110,8 +115,8 @@ FAST = ("O3", "bf16", "split", "delayed", "bf16_master")
 )
 def test_resuming_is_not_noticed(ranks: RankPool, tmp_path: Path, form: str) -> None:
     config = config_of(FORMS[form])
-    straight = run(ranks, 2, config, 5, None, None)
-    run(ranks, 2, config, 3, None, tmp_path)
+    straight = straight_run(ranks, 2, config)
+    run(ranks, 2, config, 2, None, tmp_path)
     for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
         assert_goes_on(resumed, expected)
 
@@ -133,8 +138,8 @@ def _run_with_small_codes(config: Config, num_steps: int, load: Path | None, sav
 @pytest.mark.parametrize("form", ["companded", "split"])
 def test_the_largest_value_of_a_block_may_have_any_code(ranks: RankPool, tmp_path: Path, form: str) -> None:
     config = config_of(FORMS[form])
-    straight = ranks.run(_run_with_small_codes, config, 5, None, None, num_ranks=2)
-    ranks.run(_run_with_small_codes, config, 3, None, tmp_path, num_ranks=2)
+    straight = ranks.run(_run_with_small_codes, config, 4, None, None, num_ranks=2)
+    ranks.run(_run_with_small_codes, config, 2, None, tmp_path, num_ranks=2)
     resumed = ranks.run(_run_with_small_codes, config, 2, tmp_path, None, num_ranks=2)
     for end, expected in zip(resumed, straight, strict=True):
         assert_goes_on(end, expected)
@@ -146,7 +151,7 @@ def test_experts_in_blocks_go_on(ranks: RankPool, tmp_path: Path) -> None:
     model = replace(LLAMA_STYLE, num_layers=1, num_experts=4, **sizes)  # type: ignore[arg-type]
     parallel = replace(BUCKETS, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall")
     config = tiny_config(model, precision=PrecisionConfig(fp8_recipe="blockwise"), parallel=parallel)
-    straight = run(ranks, 2, config, 4, None, None)
+    straight = straight_run(ranks, 2, config)
     run(ranks, 2, config, 2, None, tmp_path)
     for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
         assert_goes_on(resumed, expected)
@@ -156,8 +161,8 @@ def test_experts_in_blocks_go_on(ranks: RankPool, tmp_path: Path) -> None:
 def test_resuming_is_not_noticed_by_other_rules(ranks: RankPool, tmp_path: Path, rule: tuple[str, ...]) -> None:
     optimizer = tiny_optimizer(lr=1e-3, optimizer=rule[0], optimizer_options=rule[1:], sgd_momentum=0.8)
     config = replace(config_of(PrecisionConfig()), optimizer=optimizer)
-    straight = run(ranks, 2, config, 5, None, None)
-    run(ranks, 2, config, 3, None, tmp_path)
+    straight = straight_run(ranks, 2, config)
+    run(ranks, 2, config, 2, None, tmp_path)
     for resumed, expected in zip(run(ranks, 2, config, 2, tmp_path, None), straight, strict=True):
         assert_goes_on(resumed, expected)
     if rule[0] != "muon":
@@ -196,8 +201,8 @@ def test_adamw_and_muon_take_over_from_each_other(ranks: RankPool, tmp_path: Pat
 def test_resuming_is_not_noticed_in_other_layouts(
     ranks: RankPool, tmp_path: Path, num_ranks: int, config: Config
 ) -> None:
-    straight = run(ranks, num_ranks, config, 5, None, None)
-    run(ranks, num_ranks, config, 3, None, tmp_path)
+    straight = straight_run(ranks, num_ranks, config)
+    run(ranks, num_ranks, config, 2, None, tmp_path)
     for resumed, expected in zip(run(ranks, num_ranks, config, 2, tmp_path, None), straight, strict=True):
         assert_goes_on(resumed, expected)
 
@@ -219,8 +224,8 @@ def test_any_number_of_replicas_takes_over_every_bit(ranks: RankPool, tmp_path: 
 def test_ranks_that_share_sequences_take_over_every_bit(ranks: RankPool, tmp_path: Path) -> None:
     """Resuming is not noticed; a rank alone, replicas, and other ranks that share sequences have every bit too."""
     shared = {size: config_of(PrecisionConfig(), replace(BUCKETS, context_parallel_size=size)) for size in (1, 2, 4)}
-    straight = run(ranks, 2, shared[2], 5, None, None)
-    saved = run(ranks, 2, shared[2], 3, None, tmp_path)[0]
+    straight = straight_run(ranks, 2, shared[2])
+    saved = run(ranks, 2, shared[2], 2, None, tmp_path)[0]
     for resumed, expected in zip(run(ranks, 2, shared[2], 2, tmp_path, None), straight, strict=True):
         assert_goes_on(resumed, expected)
     for num_ranks, size in ((1, 1), (2, 1), (4, 2), (4, 4)):

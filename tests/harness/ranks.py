@@ -27,7 +27,8 @@ import torch
 
 from fp8_megatron.mcore import topology
 
-_PRELOAD = ["tests.harness.tiny_gpt", "tests.harness.ranks"]
+#: What ranks would import one by one: the last two when a rank makes an optimizer and when it draws.
+_PRELOAD = ["tests.harness.tiny_gpt", "tests.harness.ranks", "torch._dynamo", "matplotlib.figure"]
 #: How long the other ranks may take to say what they saw after the first one failed.
 _GRACE_SECONDS = 2.0
 _MOST_KNOWN = 16

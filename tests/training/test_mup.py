@@ -6,7 +6,7 @@ The reference are the rules of arXiv 2203.03466 (tables 3 and 8) as Megatron-LM 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -212,11 +212,11 @@ RATES = {"adam": 1e-2, "lion": 3e-3, "sgd": 0.1, "muon": 3e-2}
 
 
 def sizes_by_width(
-    ranks: RankPool, style: str, optimizer: str, precision: str, **settings: Any
+    ranks: RankPool, style: str, optimizer: str, precision: str, widths: Sequence[int], **settings: Any
 ) -> dict[str, list[float]]:
-    """By module, the sizes at all widths. Heads have 16 columns."""
+    """By module, the sizes at those widths. Heads have 16 columns."""
     found: dict[str, list[float]] = {}
-    for width in WIDTHS:
+    for width in widths:
         sizes: dict[str, Any] = {"hidden_size": width, "num_attention_heads": width // 16, "ffn_hidden_size": 4 * width}
         if style != "gpt3":
             sizes["num_query_groups"] = width // 16
@@ -248,10 +248,9 @@ def sizes_by_width(
     ],
 )
 def test_sizes_do_not_grow_with_the_width(ranks: RankPool, style: str, optimizer: str, precision: str) -> None:
-    mup = sizes_by_width(
-        ranks, style, optimizer, precision, use_mup=True, mup_base_hidden_size=WIDTHS[0], mup_base_head_dim=16.0
-    )
-    plain = sizes_by_width(ranks, style, optimizer, precision)
+    settings: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": WIDTHS[0], "mup_base_head_dim": 16.0}
+    mup = sizes_by_width(ranks, style, optimizer, precision, WIDTHS, **settings)
+    plain = sizes_by_width(ranks, style, optimizer, precision, (WIDTHS[0], WIDTHS[-1]))
     for name, values in mup.items():
         assert max(values) < 1.35 * values[0], name
         assert min(values) > values[0] / 1.6, name
