@@ -87,6 +87,10 @@ def fork_server() -> Executor:
 
 def _import_it_all() -> None:
     prepare_megatron()
+    # What a run would import late: to draw its figure, and for its optimizer.
+    import matplotlib.figure  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
     import fp8_megatron.training.trainer  # noqa: F401
 
     gc.collect()
