@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch import Tensor
 _MASKS, _MODELS = "transformers.masking_utils", "transformers.modeling_utils"
 
 
-class _Call:
-    """The call of a model that runs. None: nothing is known of it.
+class _Call(threading.local):
+    """The call of a model that runs in this thread. None: nothing is known of it.
 
     Attributes:
         has_own_positions: whether its caller gave positions.
@@ -86,7 +87,7 @@ def _causal_mask_is_left_out(
     (newer versions) and of keys, and the window of local attention, or None."""
     *offsets, window = others
     is_square = isinstance(q_length, int | torch.SymInt) and q_length == kv_length
-    if padding_mask is None and is_square and all(map(_is_zero, offsets)) and torch.compiler.is_compiling():
+    if padding_mask is None and is_square and all(map(_is_zero, offsets)) and torch.compiler.is_dynamo_compiling():
         return window is None or kv_length < window
     return look(padding_mask, q_length, kv_length, *others)
 
@@ -95,7 +96,7 @@ def _bidirectional_mask_is_left_out(
     look: Callable[..., bool], padding_mask: Tensor | None, kv_length: int, window: int | None = None
 ) -> bool:
     """``_ignore_bidirectional_mask_sdpa``: whether every token sees every other one."""
-    if padding_mask is None and torch.compiler.is_compiling():
+    if padding_mask is None and torch.compiler.is_dynamo_compiling():
         return window is None or kv_length < window
     return look(padding_mask, kv_length, window)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -168,6 +169,24 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
         model(tokens() + VOCAB)
     assert torch.equal(other(tokens(), position_ids=packed(10)).logits, expected)
     torch.testing.assert_close(Compiled(other)(tokens(), position_ids=packed(10)).logits, expected)
+
+
+def test_a_call_in_another_thread_says_nothing_of_this_one() -> None:
+    model, other = initialized(model_of("qwen3")), model_of("qwen3")
+    expected = other(tokens(), position_ids=packed(10)).logits
+    found: list[Tensor] = []
+
+    def call_other(*_: Any) -> None:
+        found.append(other(tokens(), position_ids=packed(10)).logits)
+
+    def in_a_thread(*_: Any) -> None:
+        thread = threading.Thread(target=call_other)
+        thread.start()
+        thread.join()
+
+    model.model.embed_tokens.register_forward_pre_hook(in_a_thread)
+    model(tokens())
+    assert torch.equal(found[0], expected)
 
 
 def test_hooks_are_made_once_and_can_be_pickled() -> None:
