@@ -30,9 +30,14 @@ class _Call(threading.local):
 
     Attributes:
         has_own_positions: whether its caller gave positions.
+        config: the model's.
+        asking: the configuration of the model that makes a mask. It is another one's where a call of this one was
+            interrupted.
     """
 
     has_own_positions: bool | None = None
+    config: Any = None
+    asking: Any = None
 
 
 _call = _Call()
@@ -56,7 +61,7 @@ def leave_out_masks(model: torch.nn.Module) -> None:
 
 def _note_call(module: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Before a forward. Positions that are not given by name are among several arguments without one."""
-    del module
+    _call.config = module.config
     _call.has_own_positions = len(args) > 1 or named.get("position_ids") is not None
 
 
@@ -75,9 +80,16 @@ def _asked_first(answer: Callable[..., Any], asked: Callable[..., Any]) -> Calla
     return call
 
 
+def _mask_arguments(look: Callable[..., Any], config: Any, *others: Any, **named: Any) -> Any:
+    """``_preprocess_mask_arguments``, which asks for packed sequences."""
+    _call.asking = config
+    return look(config, *others, **named)
+
+
 def _packed_sequences(look: Callable[..., Tensor | None], position_ids: Tensor) -> Tensor | None:
     """``find_packed_sequence_indices``: the number of each token's sequence; None: each row is one sequence."""
-    return None if _call.has_own_positions is False else look(position_ids)
+    is_known = _call.has_own_positions is False and _call.asking is _call.config
+    return None if is_known else look(position_ids)
 
 
 def _causal_mask_is_left_out(
@@ -107,6 +119,7 @@ def _is_zero(offset: Any) -> bool:
 
 #: By transformers' names. Each takes the function that it stands in for, and that function's arguments.
 _ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "_preprocess_mask_arguments": _mask_arguments,
     "find_packed_sequence_indices": _packed_sequences,
     "_ignore_causal_mask_sdpa": _causal_mask_is_left_out,
     "_ignore_bidirectional_mask_sdpa": _bidirectional_mask_is_left_out,

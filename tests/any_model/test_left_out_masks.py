@@ -161,12 +161,19 @@ def test_the_host_reads_no_positions_unless_there_are_some() -> None:
         assert looks.count == expected
 
 
-def test_a_failed_call_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("error", [IndexError, KeyboardInterrupt])
+def test_a_failed_call_leaves_nothing_behind(error: type[BaseException]) -> None:
     """Another model of the process, which `initialize` has not seen, looks at its positions."""
     model, other = initialized(model_of("qwen3")), model_of("qwen3")
     expected = other(tokens(), position_ids=packed(10)).logits
-    with pytest.raises(IndexError):
-        model(tokens() + VOCAB)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    hook = model.model.norm.register_forward_hook(fail)
+    with pytest.raises(error):
+        model(tokens())
+    hook.remove()
     assert torch.equal(other(tokens(), position_ids=packed(10)).logits, expected)
     torch.testing.assert_close(Compiled(other)(tokens(), position_ids=packed(10)).logits, expected)
 
